@@ -1,0 +1,472 @@
+"""The words for KV cache groups that all parts share, and the geometry derived from them.
+
+An *engine group* is one vLLM KV cache group: one block-id address space. A *kernel group* is
+the layers of one engine group whose pages have the same shape: one kernel launch. An *object
+group* is the kernel groups with the same reuse rule: one stored object per chunk and shard.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from lmcache_connector.errors import GeometryError
+
+EXCLUDED_ENGINE_GROUP = -1
+# Pages start at multiples of this in a stored object, so that kernels move 16-byte words.
+PAGE_ALIGNMENT = 16
+
+
+class ReuseKind(enum.Enum):
+    """What must be restored at a boundary E for layers of a group."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNKED = "chunked"
+    STATE = "state"
+
+
+class ReuseRule(msgspec.Struct, frozen=True):
+    """How far back from a boundary a group's layers still read.
+
+    ``tokens``: WINDOW: tokens kept before the boundary (window - 1 + extra retained tokens);
+    CHUNKED: the attention chunk; FULL and STATE: 0.
+    """
+
+    kind: ReuseKind
+    tokens: int = 0
+
+    def history_tokens(self, boundary: int) -> int:
+        """Number of tokens before ``boundary`` whose KV must be there to resume at it.
+
+        The one function behind both sides: the hit rule asks for the objects that this range
+        touches, and a chunk that ends at ``boundary`` stores ``min(chunk, history)`` tokens. It
+        holds what every later boundary asks of that chunk, because ``boundary - history`` never
+        decreases. STATE keeps a snapshot instead of tokens; its answer is 0.
+        """
+        match self.kind:
+            case ReuseKind.FULL:
+                return boundary
+            case ReuseKind.WINDOW:
+                return min(boundary, self.tokens)
+            case ReuseKind.CHUNKED:
+                return boundary % self.tokens
+            case ReuseKind.STATE:
+                return 0
+
+
+FULL = ReuseRule(ReuseKind.FULL)
+STATE = ReuseRule(ReuseKind.STATE)
+
+
+class EngineGroupInfo(msgspec.Struct, frozen=True):
+    """Protocol-visible description of one kernel group, in list order.
+
+    Several infos may share an ``engine_group_id``. An empty list of infos means one plain group.
+    Defaults make payloads of older peers decodable.
+    """
+
+    engine_group_id: int
+    layer_indices: tuple[int, ...]
+    # Tokens covered by one block id; 0 = unknown (scratch group).
+    tokens_per_block: int = 0
+    # Sliding window in tokens; -1 = none.
+    sw_size_tokens: int = -1
+    extra_object_group_tag: int = 0
+    recurrent_state: bool = False
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """One layer's KV cache spec in neutral words (vllm_view.py fills it)."""
+
+    name: str
+    # Tokens that one block id covers over all context-parallel ranks.
+    tokens_per_block: int
+    # Physical slots in one page; tokens_per_block / slots is the compression. STATE: 1.
+    slots_per_block: int
+    # Content bytes of one page, without padding.
+    page_bytes: int
+    # torch dtype name, "bfloat16"; STATE: "int8".
+    dtype: str
+    rule: ReuseRule
+    # Number of different pages over the tensor-parallel ranks: tp size, or 1 when replicated.
+    num_shards: int
+    num_heads: int = 1
+    head_size: int = 0
+    # "attention", "mla", "hidden" or "state"; names the layer's family in messages.
+    family: str = "attention"
+
+
+class EngineGroupSpec(msgspec.Struct, frozen=True):
+    """One vLLM KV cache group in neutral words."""
+
+    engine_group_id: int
+    # False: scratch (vLLM's prefix_cacheable is False) or not part of the transferable state.
+    cacheable: bool
+    layers: tuple[LayerSpec, ...]
+
+
+def align_up(value: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is >= ``value``."""
+    return -(-value // multiple) * multiple
+
+
+class KVLayerGroupInfo(msgspec.Struct, frozen=True):
+    """A kernel group, derived from the real tensors.
+
+    The eight shape fields are kv_size, nl, nb, bs, nh, hs, element_size, block_stride_elems.
+    ``bs`` counts physical slots and equals ``slots_per_block``.
+    """
+
+    engine_group_idx: int
+    layer_indices: tuple[int, ...]
+    kv_size: int
+    nl: int
+    nb: int
+    bs: int
+    nh: int
+    hs: int
+    element_size: int
+    block_stride_elems: int
+    dtype: str
+    # Axes from the outermost to the innermost in memory, e.g. "NB,NH,BS,HS".
+    layout: str
+    tokens_per_block: int
+    slots_per_block: int
+    sw_size_tokens: int
+    recurrent_state: bool
+    rule: ReuseRule
+    num_shards: int
+    # One block of the whole group is num_runs contiguous runs of run_bytes each.
+    num_runs: int
+    run_bytes: int
+
+    @property
+    def run_pitch(self) -> int:
+        """Distance between the runs of one block inside a stored object, in bytes."""
+        return align_up(self.run_bytes, PAGE_ALIGNMENT)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers of the group inside a stored object."""
+        return self.num_runs * self.run_pitch
+
+
+class ObjectGroup(msgspec.Struct, frozen=True):
+    """Kernel groups with one reuse rule. ``tag`` names it in keys, logs and metrics."""
+
+    tag: str
+    rule: ReuseRule
+    num_shards: int
+    # Indices into WorkerGeometry.kernel_groups of the rank that this was built for.
+    kernel_groups: tuple[int, ...]
+    engine_groups: tuple[int, ...]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """The blocks of one kernel group inside a stored object, block-major."""
+
+    kernel_group: int
+    offset: int
+    # First block of the chunk that is kept, and how many are: always the chunk's last ones.
+    first_block: int
+    num_blocks: int
+    block_bytes: int
+
+
+class ObjectLayout(msgspec.Struct, frozen=True):
+    """Where everything lies in one stored object."""
+
+    regions: tuple[Region, ...]
+    nbytes: int
+
+
+class WorkerGeometry(msgspec.Struct, frozen=True):
+    """What one rank registered. Travels in vLLM's handshake to the scheduler side."""
+
+    rank: int
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+    chunk_tokens: int
+    engine_groups: tuple[EngineGroupInfo, ...]
+    kernel_groups: tuple[KVLayerGroupInfo, ...]
+    # Attention backend of each engine group and, on CPU, its instruction set: page content
+    # order differs between them at equal strides.
+    backends: tuple[str, ...] = ()
+
+    def shard_of(self, group: ObjectGroup) -> int:
+        """Index of this rank's shard of ``group`` among all shards of all pipeline stages."""
+        return self.pp_rank * group.num_shards + self.tp_rank * group.num_shards // self.tp_size
+
+    def owns_shard_of(self, group: ObjectGroup) -> bool:
+        """Whether this rank is the one that stores its shard: the lowest of its replicas."""
+        return self.tp_rank % (self.tp_size // group.num_shards) == 0
+
+    def object_groups(self) -> tuple[ObjectGroup, ...]:
+        """Kernel groups bucketed by reuse rule and replication, ordered by tag."""
+        buckets: dict[tuple[ReuseRule, int], list[int]] = {}
+        for index, kernel_group in enumerate(self.kernel_groups):
+            buckets.setdefault((kernel_group.rule, kernel_group.num_shards), []).append(index)
+        groups = [
+            ObjectGroup(
+                tag=object_group_tag(rule, num_shards, self.tp_size),
+                rule=rule,
+                num_shards=num_shards,
+                kernel_groups=tuple(members),
+                engine_groups=tuple(
+                    sorted({self.kernel_groups[index].engine_group_idx for index in members})
+                ),
+            )
+            for (rule, num_shards), members in buckets.items()
+        ]
+        return tuple(sorted(groups, key=lambda group: group.tag))
+
+    def object_layout(self, group: ObjectGroup, end_tokens: int) -> ObjectLayout:
+        """Layout of the object of the chunk that ends at ``end_tokens``.
+
+        Empty (``nbytes == 0``) where no boundary ever asks for it: a CHUNKED group whose
+        attention chunk ends there.
+        """
+        regions = []
+        offset = 0
+        for index in group.kernel_groups:
+            kernel_group = self.kernel_groups[index]
+            first_block, num_blocks = stored_blocks(
+                group.rule, kernel_group.tokens_per_block, self.chunk_tokens, end_tokens
+            )
+            if num_blocks == 0:
+                continue
+            regions.append(Region(index, offset, first_block, num_blocks, kernel_group.block_bytes))
+            offset += num_blocks * kernel_group.block_bytes
+        return ObjectLayout(tuple(regions), offset)
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides what bytes an object holds on this rank."""
+        kernel_groups = [
+            # The pool size of the engine (nb) and where blocks lie do not reach the bytes.
+            msgspec.structs.replace(group, nb=0, block_stride_elems=0)
+            for group in self.kernel_groups
+        ]
+        facts = (self.pp_rank, self.pp_size, self.tp_size, self.chunk_tokens, self.backends)
+        encoded = msgspec.json.encode((facts, self.engine_groups, kernel_groups))
+        return hashlib.sha256(encoded).hexdigest()[:32]
+
+
+def object_group_tag(rule: ReuseRule, num_shards: int, tp_size: int) -> str:
+    """Stable short name of an object group: "full", "window-255", "state", "full-s1"."""
+    tag = f"{rule.kind.value}-{rule.tokens}" if rule.tokens else rule.kind.value
+    return f"{tag}-s{num_shards}" if num_shards != tp_size else tag
+
+
+@lru_cache(maxsize=4096)
+def stored_blocks(
+    rule: ReuseRule, tokens_per_block: int, chunk_tokens: int, end_tokens: int
+) -> tuple[int, int]:
+    """(first block inside the chunk, number of blocks) that the chunk's object keeps.
+
+    Always the last blocks of the chunk; (0, 0) where nothing is ever asked.
+    """
+    blocks_per_chunk = chunk_tokens // tokens_per_block
+    if rule.kind is ReuseKind.STATE:
+        return blocks_per_chunk - 1, 1
+    tail = min(chunk_tokens, rule.history_tokens(end_tokens))
+    if tail == 0:
+        return 0, 0
+    first_block = (chunk_tokens - tail) // tokens_per_block
+    return first_block, blocks_per_chunk - first_block
+
+
+def num_engine_groups(infos: Sequence[EngineGroupInfo]) -> int:
+    """Number of block-id lists the engine reports; 1 for an empty list."""
+    return max((info.engine_group_id for info in infos), default=0) + 1
+
+
+def num_engine_group_infos(infos: Sequence[EngineGroupInfo]) -> int:
+    """Number of protocol-visible groups; 1 for an empty list."""
+    return len(infos) or 1
+
+
+def expand_engine_block_ids(
+    infos: Sequence[EngineGroupInfo], block_ids: Sequence[Sequence[int]] | Sequence[int]
+) -> list[list[int]]:
+    """Engine-group-indexed block ids -> one list per info, in info order.
+
+    A flat list of ids stands for a single engine group (payloads of non-hybrid callers).
+
+    Raises:
+        ValueError: fewer lists than engine groups, or a flat list for several groups.
+    """
+    per_group: list[Sequence[int]] = []
+    if block_ids and isinstance(block_ids[0], int):
+        per_group = [block_ids]  # type: ignore[list-item]
+    else:
+        per_group = list(block_ids)  # type: ignore[arg-type]
+    expected = num_engine_groups(infos)
+    if len(per_group) < expected:
+        if not per_group and expected == 1:
+            per_group = [[]]
+        else:
+            raise ValueError(
+                f"{len(per_group)} block id lists were given for {expected} engine groups"
+            )
+    if not infos:
+        return [list(per_group[0])]
+    return [list(per_group[info.engine_group_id]) for info in infos]
+
+
+def get_engine_group_indices(infos: Sequence[EngineGroupInfo], num_layers: int) -> list[int]:
+    """Engine group id of each registered layer; EXCLUDED_ENGINE_GROUP for layers in no group.
+
+    Raises:
+        ValueError: a layer index out of range, or in two infos.
+    """
+    if not infos:
+        return [0] * num_layers
+    indices = [EXCLUDED_ENGINE_GROUP] * num_layers
+    for info in infos:
+        for layer in info.layer_indices:
+            if not 0 <= layer < num_layers:
+                raise ValueError(f"layer index {layer} is outside 0..{num_layers - 1}")
+            if indices[layer] != EXCLUDED_ENGINE_GROUP:
+                raise ValueError(f"layer index {layer} is in two groups")
+            indices[layer] = info.engine_group_id
+    return indices
+
+
+def slice_block_ids_per_group(
+    infos: Sequence[EngineGroupInfo],
+    block_ids: Sequence[Sequence[int]],
+    start_tokens: int,
+    end_tokens: int,
+) -> list[list[int]]:
+    """Cut each engine group's block ids to ``[start_tokens, end_tokens)``, counted in tokens.
+
+    Scratch groups (tokens_per_block 0) give []. Lists shorter than the range give what is there.
+
+    Raises:
+        ValueError: the range is not aligned to a group's block, or is negative.
+    """
+    if not 0 <= start_tokens <= end_tokens:
+        raise ValueError(f"illegal token range {start_tokens}..{end_tokens}")
+    tokens_per_block = dict.fromkeys(range(len(block_ids)), 0)
+    for info in infos:
+        tokens_per_block[info.engine_group_id] = info.tokens_per_block
+    result = []
+    for group_id, ids in enumerate(block_ids):
+        size = tokens_per_block[group_id]
+        if size == 0:
+            result.append([])
+            continue
+        if start_tokens % size or end_tokens % size:
+            raise ValueError(
+                f"token range {start_tokens}..{end_tokens} is not aligned to the "
+                f"{size}-token blocks of engine group {group_id}"
+            )
+        result.append(list(ids[start_tokens // size : end_tokens // size]))
+    return result
+
+
+def engine_group_infos(kernel_groups: Iterable[KVLayerGroupInfo]) -> tuple[EngineGroupInfo, ...]:
+    """The protocol-visible list, one to one with the kernel groups and in their order."""
+    return tuple(
+        EngineGroupInfo(
+            engine_group_id=group.engine_group_idx,
+            layer_indices=group.layer_indices,
+            tokens_per_block=group.tokens_per_block,
+            sw_size_tokens=group.sw_size_tokens,
+            recurrent_state=group.recurrent_state,
+        )
+        for group in kernel_groups
+    )
+
+
+def validate_geometry(geometry: WorkerGeometry) -> None:
+    """Require that a peer's infos and kernel groups describe the same grouping.
+
+    Raises:
+        GeometryError: names the difference.
+    """
+    if len(geometry.engine_groups) != len(geometry.kernel_groups):
+        raise GeometryError(
+            f"rank {geometry.rank} registered {len(geometry.engine_groups)} engine group infos "
+            f"for {len(geometry.kernel_groups)} kernel groups"
+        )
+    seen: set[int] = set()
+    for index, (info, group) in enumerate(
+        zip(geometry.engine_groups, geometry.kernel_groups, strict=True)
+    ):
+        if info.layer_indices != group.layer_indices:
+            raise GeometryError(
+                f"info {index} of rank {geometry.rank} names layers {list(info.layer_indices)}, "
+                f"its kernel group holds layers {list(group.layer_indices)}"
+            )
+        if seen.intersection(group.layer_indices):
+            raise GeometryError(f"kernel group {index} repeats layers of another group")
+        seen.update(group.layer_indices)
+        if group.slots_per_block <= 0 or group.tokens_per_block % group.slots_per_block:
+            raise GeometryError(
+                f"kernel group {index}: {group.tokens_per_block} tokens per block are no multiple "
+                f"of its {group.slots_per_block} slots"
+            )
+        if geometry.chunk_tokens % group.tokens_per_block:
+            raise GeometryError(
+                f"chunk of {geometry.chunk_tokens} tokens is no multiple of the "
+                f"{group.tokens_per_block}-token blocks of kernel group {index}"
+            )
+        if group.num_shards < 1 or geometry.tp_size % group.num_shards:
+            raise GeometryError(
+                f"kernel group {index}: {group.num_shards} shards do not divide "
+                f"{geometry.tp_size} tensor-parallel ranks"
+            )
+
+
+class KVCacheShape(msgspec.Struct, frozen=True):
+    """One part of a KV cache shape spec: ``(kv_size,nb,bs,nh,hs):dtype:layers``."""
+
+    kv_size: int
+    nb: int
+    bs: int
+    nh: int
+    hs: int
+    dtype: str
+    num_layers: int
+
+
+def parse_kvcache_shape_spec(text: str) -> tuple[KVCacheShape, ...]:
+    """Parse ``(2,1024,16,8,128):float16:30;(1,1024,16,4,64):bfloat16:2``.
+
+    Raises:
+        ValueError: names the part that cannot be read.
+    """
+    shapes = []
+    for part in text.split(";"):
+        fields = part.strip().split(":")
+        try:
+            dims, dtype, layers = fields
+            if not (dims.startswith("(") and dims.endswith(")")):
+                raise ValueError
+            kv_size, nb, bs, nh, hs = (int(number) for number in dims[1:-1].split(","))
+            shape = KVCacheShape(kv_size, nb, bs, nh, hs, dtype.strip(), int(layers))
+        except ValueError:
+            raise ValueError(
+                f"cannot read {part.strip()!r}: expected (kv_size,blocks,block_size,heads,"
+                "head_size):dtype:layers, for example (2,1024,16,8,128):float16:30"
+            ) from None
+        numbers = (kv_size, nb, bs, nh, hs, shape.num_layers)
+        if min(numbers) <= 0 or kv_size > 2 or not shape.dtype:
+            raise ValueError(f"{part.strip()!r}: sizes must be positive and kv_size 1 or 2")
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def format_kvcache_shape_spec(shapes: Iterable[KVCacheShape]) -> str:
+    """Inverse of ``parse_kvcache_shape_spec``."""
+    return ";".join(
+        f"({s.kv_size},{s.nb},{s.bs},{s.nh},{s.hs}):{s.dtype}:{s.num_layers}" for s in shapes
+    )
