@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -19,6 +20,8 @@ from lmcache_connector.errors import GeometryError
 EXCLUDED_ENGINE_GROUP = -1
 # Pages start at multiples of this in a stored object, so that kernels move 16-byte words.
 PAGE_ALIGNMENT = 16
+
+_Identity = TypeVar("_Identity", bound=Hashable)
 
 
 class ReuseKind(enum.Enum):
@@ -95,6 +98,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     rule: ReuseRule
     # Number of different pages over the tensor-parallel ranks: tp size, or 1 when replicated.
     num_shards: int
+    # Heads axis of the registered tensor: head slots where a backend packs heads.
     num_heads: int = 1
     head_size: int = 0
     # "attention", "mla", "hidden" or "state"; names the layer's family in messages.
@@ -107,7 +111,11 @@ class EngineGroupSpec(msgspec.Struct, frozen=True):
     engine_group_id: int
     # False: scratch (vLLM's prefix_cacheable is False) or not part of the transferable state.
     cacheable: bool
+    # Empty where another pipeline stage holds them all.
     layers: tuple[LayerSpec, ...]
+    # As its layers say; here for stages that hold none of them (0: the layers are enough).
+    tokens_per_block: int = 0
+    recurrent_state: bool = False
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -119,6 +127,7 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     """A kernel group, derived from the real tensors.
 
     The eight shape fields are kv_size, nl, nb, bs, nh, hs, element_size, block_stride_elems.
+    ``kv_size`` counts planes: where K and V lie together in a slot it is 1 and ``hs`` spans both.
     ``bs`` counts physical slots and equals ``slots_per_block``.
     """
 
@@ -144,6 +153,19 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     # One block of the whole group is num_runs contiguous runs of run_bytes each.
     num_runs: int
     run_bytes: int
+    # Digest of which part of which layer stands where in a block of an object.
+    content_order: str = ""
+
+    @property
+    def page_bytes(self) -> int:
+        """Content bytes of one block in one layer."""
+        return self.kv_size * self.bs * self.nh * self.hs * self.element_size
+
+    def identity(self) -> KVLayerGroupInfo:
+        """What a single layer must share with the others to be copied by the same launch."""
+        return msgspec.structs.replace(
+            self, layer_indices=(), nl=0, num_runs=0, run_bytes=0, content_order=""
+        )
 
     @property
     def run_pitch(self) -> int:
@@ -282,6 +304,16 @@ def stored_blocks(
     return first_block, blocks_per_chunk - first_block
 
 
+def group_layers_by_identity(
+    identities: Mapping[int, _Identity],
+) -> list[tuple[_Identity, tuple[int, ...]]]:
+    """Layer index -> identity becomes (identity, its layer indices), ordered by first layer."""
+    members: dict[_Identity, list[int]] = {}
+    for layer in sorted(identities):
+        members.setdefault(identities[layer], []).append(layer)
+    return [(identity, tuple(layers)) for identity, layers in members.items()]
+
+
 def num_engine_groups(infos: Sequence[EngineGroupInfo]) -> int:
     """Number of block-id lists the engine reports; 1 for an empty list."""
     return max((info.engine_group_id for info in infos), default=0) + 1
@@ -297,16 +329,14 @@ def expand_engine_block_ids(
 ) -> list[list[int]]:
     """Engine-group-indexed block ids -> one list per info, in info order.
 
-    A flat list of ids stands for a single engine group (payloads of non-hybrid callers).
+    A flat list of ids stands for a single engine group (payloads of non-hybrid callers). Lists
+    beyond the last info's group belong to scratch groups.
 
     Raises:
-        ValueError: fewer lists than engine groups, or a flat list for several groups.
+        ValueError: fewer lists than engine groups, or several where there are no infos.
     """
-    per_group: list[Sequence[int]] = []
-    if block_ids and isinstance(block_ids[0], int):
-        per_group = [block_ids]  # type: ignore[list-item]
-    else:
-        per_group = list(block_ids)  # type: ignore[arg-type]
+    is_flat = bool(block_ids) and isinstance(block_ids[0], int)
+    per_group = cast("list[Sequence[int]]", [block_ids] if is_flat else list(block_ids))
     expected = num_engine_groups(infos)
     if len(per_group) < expected:
         if not per_group and expected == 1:
@@ -316,6 +346,8 @@ def expand_engine_block_ids(
                 f"{len(per_group)} block id lists were given for {expected} engine groups"
             )
     if not infos:
+        if len(per_group) > 1:
+            raise ValueError(f"{len(per_group)} block id lists were given for one plain group")
         return [list(per_group[0])]
     return [list(per_group[info.engine_group_id]) for info in infos]
 
@@ -350,14 +382,26 @@ def slice_block_ids_per_group(
     Scratch groups (tokens_per_block 0) give []. Lists shorter than the range give what is there.
 
     Raises:
-        ValueError: the range is not aligned to a group's block, or is negative.
+        ValueError: the range is not aligned to a group's block, or is negative; a group without
+            a list, or with infos that contradict each other.
     """
     if not 0 <= start_tokens <= end_tokens:
         raise ValueError(f"illegal token range {start_tokens}..{end_tokens}")
+    if infos and len(block_ids) < num_engine_groups(infos):
+        raise ValueError(
+            f"{len(block_ids)} block id lists were given for {num_engine_groups(infos)} "
+            "engine groups"
+        )
     tokens_per_block = dict.fromkeys(range(len(block_ids)), 0)
     for info in infos:
+        known = tokens_per_block[info.engine_group_id]
+        if known not in (0, info.tokens_per_block):
+            raise ValueError(
+                f"engine group {info.engine_group_id} has blocks of {known} and of "
+                f"{info.tokens_per_block} tokens"
+            )
         tokens_per_block[info.engine_group_id] = info.tokens_per_block
-    result = []
+    result: list[list[int]] = []
     for group_id, ids in enumerate(block_ids):
         size = tokens_per_block[group_id]
         if size == 0:
@@ -387,86 +431,57 @@ def engine_group_infos(kernel_groups: Iterable[KVLayerGroupInfo]) -> tuple[Engin
 
 
 def validate_geometry(geometry: WorkerGeometry) -> None:
-    """Require that a peer's infos and kernel groups describe the same grouping.
+    """Require that a peer's infos and kernel groups describe one and the same grouping.
 
     Raises:
         GeometryError: names the difference.
     """
-    if len(geometry.engine_groups) != len(geometry.kernel_groups):
+    infos, groups = geometry.engine_groups, geometry.kernel_groups
+    if len(infos) != len(groups):
         raise GeometryError(
-            f"rank {geometry.rank} registered {len(geometry.engine_groups)} engine group infos "
-            f"for {len(geometry.kernel_groups)} kernel groups"
+            f"rank {geometry.rank} registered {len(infos)} engine group infos for "
+            f"{len(groups)} kernel groups"
         )
-    seen: set[int] = set()
-    for index, (info, group) in enumerate(
-        zip(geometry.engine_groups, geometry.kernel_groups, strict=True)
-    ):
-        if info.layer_indices != group.layer_indices:
+    expected_infos = engine_group_infos(groups)
+    for index, (info, expected) in enumerate(zip(infos, expected_infos, strict=True)):
+        if msgspec.structs.replace(info, extra_object_group_tag=0) != expected:
             raise GeometryError(
-                f"info {index} of rank {geometry.rank} names layers {list(info.layer_indices)}, "
-                f"its kernel group holds layers {list(group.layer_indices)}"
+                f"info {index} of rank {geometry.rank} is {info}, its kernel group says {expected}"
             )
-        if seen.intersection(group.layer_indices):
-            raise GeometryError(f"kernel group {index} repeats layers of another group")
-        seen.update(group.layer_indices)
-        if group.slots_per_block <= 0 or group.tokens_per_block % group.slots_per_block:
-            raise GeometryError(
-                f"kernel group {index}: {group.tokens_per_block} tokens per block are no multiple "
-                f"of its {group.slots_per_block} slots"
-            )
-        if geometry.chunk_tokens % group.tokens_per_block:
-            raise GeometryError(
-                f"chunk of {geometry.chunk_tokens} tokens is no multiple of the "
-                f"{group.tokens_per_block}-token blocks of kernel group {index}"
-            )
-        if group.num_shards < 1 or geometry.tp_size % group.num_shards:
-            raise GeometryError(
-                f"kernel group {index}: {group.num_shards} shards do not divide "
-                f"{geometry.tp_size} tensor-parallel ranks"
-            )
+    layers = [layer for group in groups for layer in group.layer_indices]
+    if len(layers) != len(set(layers)):
+        raise GeometryError(f"rank {geometry.rank} names a layer in two kernel groups: {layers}")
+    identities = {layer: group.identity() for group in groups for layer in group.layer_indices}
+    regrouped = [indices for _, indices in group_layers_by_identity(identities)]
+    if regrouped != [group.layer_indices for group in groups]:
+        raise GeometryError(
+            f"rank {geometry.rank} grouped its layers as "
+            f"{[group.layer_indices for group in groups]}, by identity they are {regrouped}"
+        )
+    for index, group in enumerate(groups):
+        _validate_kernel_group(f"kernel group {index} of rank {geometry.rank}", group, geometry)
 
 
-class KVCacheShape(msgspec.Struct, frozen=True):
-    """One part of a KV cache shape spec: ``(kv_size,nb,bs,nh,hs):dtype:layers``."""
-
-    kv_size: int
-    nb: int
-    bs: int
-    nh: int
-    hs: int
-    dtype: str
-    num_layers: int
-
-
-def parse_kvcache_shape_spec(text: str) -> tuple[KVCacheShape, ...]:
-    """Parse ``(2,1024,16,8,128):float16:30;(1,1024,16,4,64):bfloat16:2``.
-
-    Raises:
-        ValueError: names the part that cannot be read.
-    """
-    shapes = []
-    for part in text.split(";"):
-        fields = part.strip().split(":")
-        try:
-            dims, dtype, layers = fields
-            if not (dims.startswith("(") and dims.endswith(")")):
-                raise ValueError
-            kv_size, nb, bs, nh, hs = (int(number) for number in dims[1:-1].split(","))
-            shape = KVCacheShape(kv_size, nb, bs, nh, hs, dtype.strip(), int(layers))
-        except ValueError:
-            raise ValueError(
-                f"cannot read {part.strip()!r}: expected (kv_size,blocks,block_size,heads,"
-                "head_size):dtype:layers, for example (2,1024,16,8,128):float16:30"
-            ) from None
-        numbers = (kv_size, nb, bs, nh, hs, shape.num_layers)
-        if min(numbers) <= 0 or kv_size > 2 or not shape.dtype:
-            raise ValueError(f"{part.strip()!r}: sizes must be positive and kv_size 1 or 2")
-        shapes.append(shape)
-    return tuple(shapes)
-
-
-def format_kvcache_shape_spec(shapes: Iterable[KVCacheShape]) -> str:
-    """Inverse of ``parse_kvcache_shape_spec``."""
-    return ";".join(
-        f"({s.kv_size},{s.nb},{s.bs},{s.nh},{s.hs}):{s.dtype}:{s.num_layers}" for s in shapes
-    )
+def _validate_kernel_group(where: str, group: KVLayerGroupInfo, geometry: WorkerGeometry) -> None:
+    if group.slots_per_block <= 0 or group.tokens_per_block % group.slots_per_block:
+        raise GeometryError(
+            f"{where}: {group.tokens_per_block} tokens per block are no multiple of its "
+            f"{group.slots_per_block} slots"
+        )
+    if group.tokens_per_block <= 0 or geometry.chunk_tokens % group.tokens_per_block:
+        raise GeometryError(
+            f"{where}: a chunk of {geometry.chunk_tokens} tokens is no multiple of its "
+            f"{group.tokens_per_block}-token blocks"
+        )
+    if group.num_shards < 1 or geometry.tp_size % group.num_shards:
+        raise GeometryError(
+            f"{where}: {group.num_shards} shards do not divide {geometry.tp_size} "
+            "tensor-parallel ranks"
+        )
+    content = len(group.layer_indices) * group.page_bytes
+    if group.nl != len(group.layer_indices) or group.num_runs * group.run_bytes != content:
+        raise GeometryError(
+            f"{where}: {group.num_runs} runs of {group.run_bytes} bytes do not hold "
+            f"{group.nl} layers, {len(group.layer_indices)} of them named, of {group.page_bytes} "
+            "bytes"
+        )

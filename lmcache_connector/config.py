@@ -1,0 +1,342 @@
+"""The configuration: one table of options, one parser, one frozen result.
+
+Both sides of a connector parse the same input. Precedence: ``kv_connector_extra_config``, then
+environment ``LMCACHE_`` + the key in upper case, then the YAML file named by
+``LMCACHE_CONFIG_FILE``, then the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import yaml
+
+from lmcache_connector.errors import ConfigError
+
+ENV_PREFIX = "LMCACHE_"
+CONFIG_FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+
+_T = TypeVar("_T")
+_GIB = 1 << 30
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_SIZE_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_TRUE = ("true", "1", "yes")
+_FALSE = ("false", "0", "no")
+
+
+class Config(msgspec.Struct, frozen=True):
+    """Final values. Meaning, unit and default of each stand in ``OPTIONS``."""
+
+    chunk_size: int | None
+    max_local_cpu_bytes: int
+    save_decode_cache: bool
+    load_timeout: float
+    lookup_timeout: float
+    fail_on_load_error: bool
+    min_hit_tokens: int
+    max_offload_tokens: int | None
+
+
+class LoadedConfig(NamedTuple):
+    config: Config
+    # Key -> "extra_config", "env", "yaml" or "default".
+    origins: dict[str, str]
+    # One sentence each; nothing that keeps the connector from working as configured.
+    warnings: list[str]
+
+
+class RequestParams(msgspec.Struct, frozen=True):
+    """What one request may choose through ``kv_transfer_params``; same meaning as in Config."""
+
+    min_hit_tokens: int
+    max_offload_tokens: int | None
+
+
+class Option(NamedTuple):
+    """One key. ``parse`` takes JSON, YAML or environment values and raises ValueError with what
+    it expected; ``show`` is its inverse for logs."""
+
+    name: str
+    # Attribute of Config.
+    field: str
+    default: object
+    parse: Callable[[object], object]
+    show: Callable[[object], str]
+    help: str
+
+
+def parse_tokens(value: object) -> int:
+    """A whole number of tokens, zero included."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,18}", value.strip()):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("expected a whole number of tokens, 0 or more")
+    return value
+
+
+def parse_size(value: object) -> int:
+    """Bytes from a number of GiB or from text such as "512MiB" or "1.5GB"."""
+    number: float | None = None
+    unit = _GIB
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        number = float(match[1])
+        unit = _SIZE_UNITS[match[2].lower()] if match[2] else _GIB
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = value
+    if number is None or not 1 <= number * unit < 1 << 63:
+        raise ValueError(
+            'expected a size above 0: a number of GiB such as 4, or text such as "512MiB", "1.5GB"'
+        )
+    return int(number * unit)
+
+
+def _parse_chunk_size(value: object) -> int:
+    try:
+        tokens = parse_tokens(value)
+    except ValueError:
+        tokens = 0
+    if tokens == 0:
+        raise ValueError('expected a whole number of tokens above 0, or "auto"')
+    return tokens
+
+
+def _parse_seconds(value: object) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError
+        seconds = float(value)
+        if not 0 < seconds < math.inf:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError("expected a number of seconds above 0, such as 2.5") from None
+    return seconds
+
+
+def _parse_bool(value: object) -> bool:
+    text = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    if text not in _TRUE + _FALSE:
+        raise ValueError("expected true or false")
+    return text in _TRUE
+
+
+def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T | None]:
+    """Accept null, and ``word`` for the environment, which has no null."""
+
+    def parse_optional(value: object) -> _T | None:
+        if value is None or (isinstance(value, str) and value.strip().lower() == word):
+            return None
+        return parse(value)
+
+    return parse_optional
+
+
+def _show(value: object) -> str:
+    return "none" if value is None else str(value).lower()
+
+
+def _show_chunk_size(value: object) -> str:
+    return "auto" if value is None else str(value)
+
+
+def _show_size(value: object) -> str:
+    assert isinstance(value, int)
+    for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB")):
+        if value % unit == 0:
+            return f"{value // unit}{name}"
+    return f"{value}B"
+
+
+def _show_seconds(value: object) -> str:
+    return f"{value:g}s"
+
+
+OPTIONS = (
+    Option(
+        "chunk_size",
+        "chunk_size",
+        None,
+        _or_none("auto", _parse_chunk_size),
+        _show_chunk_size,
+        "Tokens per cached chunk. `auto`: 256 rounded up to the smallest multiple that the "
+        "model's block sizes allow. An illegal value is refused and the legal one named.",
+    ),
+    Option(
+        "max_local_cpu_size",
+        "max_local_cpu_bytes",
+        4,
+        parse_size,
+        _show_size,
+        "CPU memory of the KV pool: a number of GiB, or text such as `512MiB`. Per engine core "
+        "(data-parallel rank), all its tensor- and pipeline-parallel ranks together.",
+    ),
+    Option(
+        "save_decode_cache",
+        "save_decode_cache",
+        False,
+        _parse_bool,
+        _show,
+        "`true`: also store the KV of generated tokens, not only of prompts.",
+    ),
+    Option(
+        "load_timeout",
+        "load_timeout",
+        10,
+        _parse_seconds,
+        _show_seconds,
+        "Seconds until a load that has not started is given up and its tokens are recomputed.",
+    ),
+    Option(
+        "lookup_timeout",
+        "lookup_timeout",
+        2,
+        _parse_seconds,
+        _show_seconds,
+        "Seconds that a request may wait for the answer of a slow storage tier; then it is a miss.",
+    ),
+    Option(
+        "fail_on_load_error",
+        "fail_on_load_error",
+        False,
+        _parse_bool,
+        _show,
+        "`true`: leave vLLM's own `kv_load_failure_policy` in force, which may fail the request. "
+        "`false`: a failed load is recomputed.",
+    ),
+    Option(
+        "min_hit_tokens",
+        "min_hit_tokens",
+        0,
+        parse_tokens,
+        _show,
+        "Hits of fewer tokens are not loaded. A request may set it in `kv_transfer_params`.",
+    ),
+    Option(
+        "max_offload_tokens",
+        "max_offload_tokens",
+        None,
+        _or_none("none", parse_tokens),
+        _show,
+        "Only the first so many tokens of a request are stored; `none`: all. A request may set "
+        "it in `kv_transfer_params`.",
+    ),
+)
+_BY_NAME = {option.name: option for option in OPTIONS}
+_VARIABLES = {ENV_PREFIX + name.upper(): name for name in _BY_NAME}
+
+
+def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) -> LoadedConfig:
+    """Merge and check all sources.
+
+    Values that a stronger source overrides are checked too.
+
+    Raises:
+        ConfigError: holds every problem found, each with its source and fix.
+    """
+    problems: list[str] = []
+    values: dict[str, object] = {option.name: option.default for option in OPTIONS}
+    origins = dict.fromkeys(values, "default")
+    variables = {
+        name: environ[variable] for variable, name in _VARIABLES.items() if variable in environ
+    }
+    path = environ.get(CONFIG_FILE_VARIABLE)
+    from_file = {} if path is None else _read_yaml(path, problems)
+    for origin, source in (("yaml", from_file), ("env", variables), ("extra_config", extra_config)):
+        for name, value in source.items():
+            place = {
+                "yaml": f"{name} in {path}",
+                "env": ENV_PREFIX + str(name).upper(),
+                "extra_config": f"{name} in kv_connector_extra_config",
+            }[origin]
+            if name not in _BY_NAME:
+                nearest = difflib.get_close_matches(str(name), _BY_NAME, n=1, cutoff=0)[0]
+                problems.append(f"{place} is an unknown key: did you mean {nearest}?")
+                continue
+            try:
+                _BY_NAME[name].parse(value)
+            except ValueError as error:
+                problems.append(f"{place} is {value!r}: {error}.")
+                continue
+            values[name], origins[name] = value, origin
+    if problems:
+        raise ConfigError(problems)
+    parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
+    return LoadedConfig(msgspec.convert(parsed, Config), origins, _unread_variables(environ))
+
+
+def request_params(
+    params: Mapping[str, object] | None, config: Config
+) -> tuple[RequestParams, list[str]]:
+    """Read a request's ``kv_transfer_params`` over the configured defaults.
+
+    Keys of other connectors are ignored. An illegal value is ignored too, with one sentence in
+    the returned list: it is no reason to fail the request.
+    """
+    chosen = {}
+    warnings = []
+    for name in RequestParams.__struct_fields__:
+        chosen[name] = getattr(config, name)
+        value = (params or {}).get(name)
+        if value is None:
+            continue
+        try:
+            chosen[name] = parse_tokens(value)
+        except ValueError as error:
+            warnings.append(f"{name} in kv_transfer_params is ignored: {error}.")
+    return RequestParams(**chosen), warnings
+
+
+def describe(config: Config, origins: Mapping[str, str]) -> str:
+    """One line for the log: every key with its value and origin."""
+    return " ".join(
+        f"{option.name}={option.show(getattr(config, option.field))} ({origins[option.name]})"
+        for option in OPTIONS
+    )
+
+
+def config_table() -> str:
+    """The options as a markdown table, for the README."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for option in OPTIONS:
+        default = option.show(option.parse(option.default))
+        lines.append(f"| `{option.name}` | `{default}` | {option.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _read_yaml(path: str, problems: list[str]) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(Path(path).read_bytes())
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        problems.append(
+            f"{CONFIG_FILE_VARIABLE} names {path!r}, which cannot be read ({reason}): correct the "
+            "file or the variable, or unset it."
+        )
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"{path} holds no mapping: write one `key: value` per line.")
+        return {}
+    return content
+
+
+def _unread_variables(environ: Mapping[str, str]) -> list[str]:
+    """Other software sets LMCACHE_ variables too, so that unknown ones are no errors."""
+    known = [*_VARIABLES, CONFIG_FILE_VARIABLE]
+    warnings = []
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            nearest = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+            hint = f": did you mean {nearest[0]}?" if nearest else "."
+            warnings.append(f"Environment variable {variable} is not read{hint}")
+    return warnings

@@ -1,0 +1,170 @@
+"""vLLM's connector class: picks a side by role and forwards. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lmcache_connector.vllm_view import require_vllm
+
+require_vllm()
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from lmcache_connector.observability.metrics import (  # noqa: E402
+    ConnectorPromMetrics,
+    ConnectorStats,
+)
+from lmcache_connector.sides import SchedulerSide, WorkerSide  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache of hybrid models outside the engine's blocks and brings it back.
+
+    One instance lives in the engine core (scheduler role), one in each worker. They meet only in
+    the step's metadata and the workers' reports.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler-side hook was called on a worker"
+        return self._scheduler
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "a worker-side hook was called on the scheduler"
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a dropped save is a later miss."""
+        return False
+
+    # ---- scheduler side, in call order ----------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self.scheduler_side.on_handshake(list(metadata.values()))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler_side.bind_null_block(gpu_block_pool.null_block.block_id)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        matched = self.scheduler_side.match(request, num_computed_tokens)
+        return matched, bool(matched)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.scheduler_side.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        return self.scheduler_side.build_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler_side.on_worker_meta(connector_output.kv_connector_worker_meta)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler_side.on_finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.has_pending_work()
+
+    def reset_cache(self) -> bool:
+        self.scheduler_side.reset()
+        return True
+
+    # ---- worker side, in call order -------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> Any:
+        return self.worker_side.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker_side.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous and whole-step: no forward waits for a layer."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Stores are whole-step: per-layer hooks never fire for state layers."""
+
+    def wait_for_save(self) -> None:
+        self.worker_side.save(self._connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished, failed = self.worker_side.take_results()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Any:
+        return self.worker_side.take_meta()
+
+    # ---- both sides -----------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        side = self._scheduler or self.worker_side
+        data = side.take_counters()
+        return ConnectorStats(data=data) if data else None
+
+    def shutdown(self) -> None:
+        side = self._scheduler or self.worker_side
+        side.shutdown()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,159 @@
+"""Block tables -> objects to copy. Pure: which blocks of which chunk, for which group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lmcache_connector.groups import ReuseKind
+from lmcache_connector.keys import ChunkChain
+from lmcache_connector.metadata import ObjectOp, StoreOp
+from lmcache_connector.scheduler.hit import first_needed_token, needed_chunks
+from lmcache_connector.scheduler.layout import CacheLayout, GroupLayout
+from lmcache_connector.scheduler.request import StorePart
+
+__all__ = ["StoreOp", "load_objects", "store_objects", "tokens_by_group", "wanted_rows"]
+
+BlockTables = Sequence[Sequence[int]]
+
+
+def wanted_rows(
+    layout: CacheLayout, chain: ChunkChain, boundary: int, local_tokens: int
+) -> list[tuple[bytes, str]]:
+    """(chunk hash, group tag) of every row that a load up to ``boundary`` reads."""
+    if boundary <= local_tokens:
+        return []
+    return [
+        (chain.hashes[chunk], group.tag)
+        for group in layout.groups
+        for chunk in needed_chunks(group.rule, boundary, local_tokens, layout.chunk_tokens)
+    ]
+
+
+def load_objects(
+    layout: CacheLayout,
+    boundary: int,
+    local_tokens: int,
+    block_ids: BlockTables,
+    null_block_id: int,
+) -> list[ObjectOp] | None:
+    """The copies that bring a request from its local hit to ``boundary``; slots still empty.
+
+    Blocks before the local hit are shared with other requests and never written. None when a
+    needed block is missing from the tables or null: the load cannot be done as planned.
+    """
+    objects = []
+    for group in layout.groups:
+        first_token = first_needed_token(group.rule, boundary, local_tokens)
+        for chunk in needed_chunks(group.rule, boundary, local_tokens, layout.chunk_tokens):
+            end = (chunk + 1) * layout.chunk_tokens
+            blocks = {}
+            for engine_group, tokens_per_block in group.tokens_per_block.items():
+                kept = group.kept_blocks(engine_group, end)
+                if group.rule.kind is not ReuseKind.STATE:
+                    kept = range(max(kept.start, first_token // tokens_per_block), kept.stop)
+                ids = _ids_at(block_ids, engine_group, kept, null_block_id)
+                if ids is None:
+                    return None
+                blocks[engine_group] = ids
+            objects.append(ObjectOp(group.tag, end, blocks, [], []))
+    return objects
+
+
+def store_objects(
+    layout: CacheLayout,
+    hashes: Sequence[bytes],
+    chunks: range,
+    *,
+    step_end: int,
+    block_ids: BlockTables,
+    null_block_id: int,
+    boundary_states: Sequence[tuple[int, int, int]],
+    wanted: Callable[[bytes, str], bool],
+) -> tuple[list[ObjectOp], list[StorePart]]:
+    """The objects of ``chunks`` that can be stored in the step that computes up to ``step_end``.
+
+    An object is left out when a block it needs is null (out of the window already), when its
+    state was not left at the boundary, or when ``wanted`` says that it is kept already. Chunks
+    beyond ``hashes`` have unconfirmed tokens; their parts carry no key yet.
+    """
+    states = {(group, boundary): block for group, block, boundary in boundary_states}
+    objects: list[ObjectOp] = []
+    parts: list[StorePart] = []
+    for chunk in chunks:
+        end = (chunk + 1) * layout.chunk_tokens
+        chunk_hash = hashes[chunk] if chunk < len(hashes) else None
+        parent = hashes[chunk - 1] if 0 < chunk <= len(hashes) else None
+        for group in layout.groups:
+            sizes = group.shard_bytes(end)
+            if not any(sizes) or (chunk_hash is not None and not wanted(chunk_hash, group.tag)):
+                continue
+            if group.rule.kind is ReuseKind.STATE:
+                blocks = _state_blocks(group, end, step_end, block_ids, states, null_block_id)
+            else:
+                blocks = _kept_blocks(group, end, block_ids, null_block_id)
+            if blocks is None:
+                continue
+            objects.append(ObjectOp(group.tag, end, blocks, [], []))
+            parts.append(StorePart(len(parts), chunk, group.tag, sizes, chunk_hash, parent))
+    return objects, parts
+
+
+def tokens_by_group(
+    layout: CacheLayout, rows: Sequence[tuple[bytes, str]], num_tokens: int
+) -> dict[str, int]:
+    """Tokens that each group's objects of a load stand for (a state stands for all of them)."""
+    counts: dict[str, int] = {}
+    for _, tag in rows:
+        counts[tag] = counts.get(tag, 0) + layout.chunk_tokens
+    kinds = {group.tag: group.rule.kind for group in layout.groups}
+    return {
+        tag: num_tokens if kinds[tag] is ReuseKind.STATE else min(num_tokens, count)
+        for tag, count in counts.items()
+    }
+
+
+def _ids_at(
+    block_ids: BlockTables, engine_group: int, positions: range, null_block_id: int
+) -> list[int] | None:
+    if engine_group >= len(block_ids) or positions.stop > len(block_ids[engine_group]):
+        return None
+    ids = list(block_ids[engine_group][positions.start : positions.stop])
+    return None if null_block_id in ids else ids
+
+
+def _kept_blocks(
+    group: GroupLayout, end: int, block_ids: BlockTables, null_block_id: int
+) -> dict[int, list[int]] | None:
+    blocks = {}
+    for engine_group in group.tokens_per_block:
+        kept = group.kept_blocks(engine_group, end)
+        ids = _ids_at(block_ids, engine_group, kept, null_block_id)
+        if ids is None:
+            return None
+        blocks[engine_group] = ids
+    return blocks
+
+
+def _state_blocks(
+    group: GroupLayout,
+    end: int,
+    step_end: int,
+    block_ids: BlockTables,
+    states: dict[tuple[int, int], int],
+    null_block_id: int,
+) -> dict[int, list[int]] | None:
+    """Blocks that hold the state at ``end``: handed off by vLLM, or the table's entry when the
+    step ends exactly there. Any other entry may be a state of another boundary."""
+    blocks = {}
+    for engine_group in group.tokens_per_block:
+        handed_off = states.get((engine_group, end))
+        if handed_off is not None and handed_off != null_block_id:
+            blocks[engine_group] = [handed_off]
+            continue
+        if step_end != end:
+            return None
+        ids = _ids_at(block_ids, engine_group, group.kept_blocks(engine_group, end), null_block_id)
+        if ids is None:
+            return None
+        blocks[engine_group] = ids
+    return blocks

@@ -1,0 +1,120 @@
+"""What all ranks together store for one chunk: object sizes by group and shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_connector.errors import GeometryError
+from lmcache_connector.groups import (
+    ReuseKind,
+    ReuseRule,
+    WorkerGeometry,
+    stored_blocks,
+    validate_geometry,
+)
+from lmcache_connector.storage.base import GroupShards
+
+
+class GroupLayout:
+    """One object group over all ranks."""
+
+    def __init__(self, tag: str, rule: ReuseRule, num_shards: int, chunk_tokens: int) -> None:
+        self.tag = tag
+        self.rule = rule
+        self.num_shards = num_shards
+        self.chunk_tokens = chunk_tokens
+        # Engine group id -> tokens per block.
+        self.tokens_per_block: dict[int, int] = {}
+        # Rank -> the shard that it stores.
+        self.owned_shard: dict[int, int] = {}
+        self._owners: dict[int, WorkerGeometry] = {}
+        self._sizes: dict[int, list[int]] = {}
+
+    def add_rank(self, geometry: WorkerGeometry) -> None:
+        """Account for a rank that holds layers of this group."""
+        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
+        for index in group.kernel_groups:
+            kernel_group = geometry.kernel_groups[index]
+            engine_group = kernel_group.engine_group_idx
+            known = self.tokens_per_block.setdefault(engine_group, kernel_group.tokens_per_block)
+            if known != kernel_group.tokens_per_block:
+                raise GeometryError(
+                    f"engine group {engine_group} has blocks of {known} and of "
+                    f"{kernel_group.tokens_per_block} tokens on different ranks"
+                )
+        if geometry.owns_shard_of(group):
+            shard = geometry.shard_of(group)
+            self.owned_shard[geometry.rank] = shard
+            self._owners[shard] = geometry
+
+    def shard_bytes(self, end_tokens: int) -> list[int]:
+        """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
+        # Only an attention chunk makes the kept tail depend on the position.
+        key = end_tokens % self.rule.tokens if self.rule.kind is ReuseKind.CHUNKED else 0
+        sizes = self._sizes.get(key)
+        if sizes is None:
+            sizes = self._sizes[key] = [
+                self._object_bytes(shard, end_tokens) for shard in range(self.num_shards)
+            ]
+        return sizes
+
+    def _object_bytes(self, shard: int, end_tokens: int) -> int:
+        geometry = self._owners.get(shard)
+        if geometry is None:
+            return 0  # a pipeline stage without layers of this group
+        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
+        return geometry.object_layout(group, end_tokens).nbytes
+
+    def kept_blocks(self, engine_group: int, end_tokens: int) -> range:
+        """Positions in the engine group's block table that the chunk's object keeps."""
+        tokens_per_block = self.tokens_per_block[engine_group]
+        first, count = stored_blocks(self.rule, tokens_per_block, self.chunk_tokens, end_tokens)
+        start = (end_tokens - self.chunk_tokens) // tokens_per_block + first
+        return range(start, start + count)
+
+
+class CacheLayout:
+    """All object groups over all ranks, ordered by tag."""
+
+    def __init__(self, geometries: Sequence[WorkerGeometry]) -> None:
+        """Raises GeometryError when the ranks contradict each other or themselves."""
+        if not geometries:
+            raise GeometryError("no rank registered its KV cache")
+        ordered = sorted(geometries, key=lambda geometry: geometry.rank)
+        self.chunk_tokens = ordered[0].chunk_tokens
+        self.num_ranks = len(ordered)
+        world = ordered[0].pp_size * ordered[0].tp_size
+        if [geometry.rank for geometry in ordered] != list(range(world)):
+            raise GeometryError(
+                f"ranks {[geometry.rank for geometry in ordered]} registered, expected all of "
+                f"0..{world - 1}"
+            )
+        groups: dict[str, GroupLayout] = {}
+        for geometry in ordered:
+            validate_geometry(geometry)
+            if geometry.chunk_tokens != self.chunk_tokens:
+                raise GeometryError(
+                    f"rank {geometry.rank} uses chunks of {geometry.chunk_tokens} tokens, rank 0 "
+                    f"of {self.chunk_tokens}"
+                )
+            for group in geometry.object_groups():
+                layout = groups.get(group.tag)
+                if layout is None:
+                    num_shards = group.num_shards * geometry.pp_size
+                    layout = GroupLayout(group.tag, group.rule, num_shards, self.chunk_tokens)
+                    groups[group.tag] = layout
+                layout.add_rank(geometry)
+        self.groups = tuple(groups[tag] for tag in sorted(groups))
+        self.by_tag = groups
+        self.fingerprints = tuple(geometry.fingerprint() for geometry in ordered)
+
+    def shards(self) -> list[GroupShards]:
+        """The groups as the store sees them."""
+        return [GroupShards(group.tag, group.num_shards) for group in self.groups]
+
+    def largest_object_bytes(self) -> int:
+        """Bytes of the largest single object of any shard."""
+        ends = range(self.chunk_tokens, 65 * self.chunk_tokens, self.chunk_tokens)
+        return max(
+            size for group in self.groups for end in ends for size in group.shard_bytes(end)
+        )

@@ -1,0 +1,121 @@
+"""What the scheduler side knows about a request and a step, in neutral words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lmcache_connector.config import RequestParams
+from lmcache_connector.keys import ChunkChain
+
+
+class RequestView(Protocol):
+    """A live window on vLLM's request; every attribute is read at the time of use."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Confirmed tokens: prompt and accepted output, no placeholders or drafts."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def skip_reading(self) -> bool:
+        """The request asked not to be served from any prefix cache."""
+
+    @property
+    def uncacheable(self) -> str | None:
+        """Why no key can be trusted for this request, or None."""
+
+    def tokens(self, start: int, end: int) -> Sequence[int]: ...
+
+    def extra(self) -> Callable[[int, int], object | None] | None:
+        """Identity beyond tokens for a token range (LoRA, images, salt); None: there is none."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """An answer given (or being found) for one scheduling attempt; holds pins in the store."""
+
+    lookup_id: int
+    local_tokens: int
+    num_tokens: int
+    started: float
+    # None while a tier is still answering.
+    boundary: int | None = None
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Lives from the request's arrival to its end. Stores and loads have lives of their own."""
+
+    view: RequestView
+    chain: ChunkChain
+    params: RequestParams
+    lookup: Lookup | None = None
+    # Set while workers copy for this request.
+    load_id: int | None = None
+    # A load failed: the same request is not answered the same way again.
+    bypass: bool = False
+    # First chunk that no step has considered for storing yet.
+    next_chunk: int = 0
+    # Asked tokens are counted once per request.
+    counted: bool = False
+
+
+@dataclass(slots=True)
+class PendingStore:
+    """Reserved slots that workers are asked to fill. Outlives its request."""
+
+    generation: int
+    request_id: str
+    waiting_ranks: set[int]
+    parts: list[StorePart]
+    # By part, by shard.
+    digests: list[list[int | None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StorePart:
+    """One (chunk, object group) of a store. ``chunk_hash`` is None until its tokens are known."""
+
+    index: int
+    chunk: int
+    group: str
+    sizes: list[int]
+    chunk_hash: bytes | None
+    parent: bytes | None
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """Slots that workers copy into a waiting request's blocks."""
+
+    request_id: str
+    waiting_ranks: set[int]
+    # (chunk hash, group tag) by object of the op.
+    rows: list[tuple[bytes, str]]
+    num_tokens: int
+    num_bytes: int
+    started: float
+    ok: bool = True
+    corrupt: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class StepView:
+    """One step as vLLM scheduled it. Valid only inside ``build_step``."""
+
+    # Request id -> tokens scheduled in this step.
+    scheduled: Mapping[str, int]
+    # Current block tables by engine group, or None for a request vLLM offers none of.
+    block_ids: Callable[[str], Sequence[Sequence[int]] | None]
+    # Request id -> (engine group, block id, boundary in tokens).
+    boundary_states: Mapping[str, Sequence[tuple[int, int, int]]]

@@ -1,0 +1,522 @@
+"""The scheduler side: vLLM's hooks, in the order in which vLLM calls them.
+
+The only client of the cache on the KV path. It looks up, pins and reserves; workers copy what a
+step's metadata names and report back; then rows are published or dropped. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_connector.config import Config, RequestParams
+from lmcache_connector.counters import Counters, count_group
+from lmcache_connector.groups import ReuseKind
+from lmcache_connector.keys import ChunkChain, TokenDatabase
+from lmcache_connector.log import init_logger, warn_every
+from lmcache_connector.metadata import LoadOp, LoadReport, StepMeta, StoreReport, WorkerMeta
+from lmcache_connector.scheduler import allocate
+from lmcache_connector.scheduler.hit import servable_boundary
+from lmcache_connector.scheduler.layout import CacheLayout
+from lmcache_connector.scheduler.request import (
+    Lookup,
+    PendingLoad,
+    PendingStore,
+    RequestState,
+    RequestView,
+    StepView,
+    StorePart,
+)
+from lmcache_connector.scheduler.watch import ServedWatch
+from lmcache_connector.storage.base import Commit, LookupState, Store
+
+logger = init_logger(__name__)
+
+# RequestState.next_chunk of a request that stores nothing more.
+_NO_CHUNK = 1 << 62
+
+
+class CacheScheduler:
+    """State machine of all requests of one engine core.
+
+    ``namespace`` maps a reset generation to the digest that chunk hashes are chained from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: Callable[[Sequence[str], str], bytes],
+        *,
+        can_load: bool,
+        can_store: bool,
+        counters: Counters,
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._can_load = can_load
+        self._can_store = can_store
+        self.counters = counters
+        self.null_block_id = 0
+        self._store: Store | None = None
+        self._layout: CacheLayout | None = None
+        self._database: TokenDatabase | None = None
+        self._requests: dict[str, RequestState] = {}
+        self._stores: dict[int, PendingStore] = {}
+        self._loads: dict[int, PendingLoad] = {}
+        self._new_loads: list[LoadOp] = []
+        # (chunk hash, group tag) of rows that a store in flight will publish.
+        self._storing: set[tuple[bytes, str]] = set()
+        self._ids = itertools.count(1)
+        self._generation = 0
+        self._watch = ServedWatch()
+        # The store's own totals as of the last take.
+        self._evicted: dict[str, int] = {}
+
+    @property
+    def attached(self) -> bool:
+        """Whether the workers' geometry is known and a store is open."""
+        return self._store is not None
+
+    def attach(self, layout: CacheLayout, store: Store) -> None:
+        """Open for business. Until then everything is a miss."""
+        self._layout = layout
+        self._store = store
+        self._new_database("")
+
+    def _new_database(self, nonce: str) -> None:
+        assert self._layout is not None
+        namespace = self._namespace(self._layout.fingerprints, nonce)
+        self._database = TokenDatabase(namespace, self._layout.chunk_tokens)
+        for state in self._requests.values():
+            state.chain = ChunkChain(self._database)
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def on_new_request(self, view: RequestView, params: RequestParams) -> None:
+        """A request arrived; one with the same id that is still known is replaced."""
+        if self._database is None:
+            return
+        self.on_finished(view.request_id)
+        self._requests[view.request_id] = RequestState(view, ChunkChain(self._database), params)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request arrived and has not ended."""
+        return request_id in self._requests
+
+    def match(self, request_id: str, local_tokens: int) -> int | None:
+        """Tokens that a load can add to the local hit; None: ask again next step.
+
+        Idempotent: repeated calls give the same answer and hold the same pins.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            return 0
+        view = state.view
+        state.next_chunk = 0
+        if view.skip_reading or not self._can_load or state.bypass:
+            return 0
+        if self._reason_uncacheable(state):
+            return 0
+        lookup = state.lookup
+        if (
+            lookup is None
+            or lookup.local_tokens != local_tokens
+            or lookup.num_tokens != view.num_tokens
+        ):
+            self._drop_lookup(state)
+            lookup = Lookup(next(self._ids), local_tokens, view.num_tokens, time.monotonic())
+            state.lookup = lookup
+        if lookup.boundary is None and not self._answer(state, lookup):
+            return None
+        assert lookup.boundary is not None
+        return lookup.boundary - local_tokens
+
+    def _reason_uncacheable(self, state: RequestState) -> str | None:
+        reason = state.view.uncacheable
+        if reason is not None:
+            warn_every(logger, reason, 600.0, f"not cached: {reason}")
+        return reason
+
+    def _answer(self, state: RequestState, lookup: Lookup) -> bool:
+        """Find the lookup's boundary; False while a tier is still answering."""
+        assert self._layout is not None
+        assert self._store is not None
+        chunk_tokens = self._layout.chunk_tokens
+        if not self._extend_chain(state):
+            lookup.boundary = lookup.local_tokens
+            return True
+        base = lookup.local_tokens // chunk_tokens
+        wanted = state.chain.hashes[base : (lookup.num_tokens - 1) // chunk_tokens]
+        boundary = lookup.local_tokens
+        if wanted:
+            reply = self._store.lookup(lookup.lookup_id, wanted)
+            waited = time.monotonic() - lookup.started
+            if reply.state is LookupState.PENDING:
+                if waited < self._config.lookup_timeout:
+                    return False
+                self.counters.expired_lookups += 1
+            boundary = servable_boundary(
+                [group.rule for group in self._layout.groups],
+                reply.present,
+                chunk_tokens=chunk_tokens,
+                local_tokens=lookup.local_tokens,
+                num_tokens=lookup.num_tokens,
+            )
+            if boundary - lookup.local_tokens < max(1, state.params.min_hit_tokens):
+                boundary = lookup.local_tokens
+            self._store.narrow(
+                lookup.lookup_id,
+                allocate.wanted_rows(self._layout, state.chain, boundary, lookup.local_tokens),
+            )
+        lookup.boundary = boundary
+        if not state.counted:
+            state.counted = True
+            self._count_lookup(lookup)
+        return True
+
+    def _count_lookup(self, lookup: Lookup) -> None:
+        assert lookup.boundary is not None
+        self.counters.lookups += 1
+        self.counters.asked_tokens += lookup.num_tokens - lookup.local_tokens
+        self.counters.hit_tokens += lookup.boundary - lookup.local_tokens
+        if warning := self._watch.observe_request():
+            logger.warning(warning)
+
+    def _extend_chain(self, state: RequestState) -> bool:
+        """Hash what is confirmed; False when the request's tokens cannot be keyed."""
+        view = state.view
+        try:
+            state.chain.truncate(view.num_tokens)
+            state.chain.extend(view.tokens, view.num_tokens, view.extra())
+        except (ValueError, OSError) as error:
+            # Token ids that are no ids, or adapter files that cannot be read.
+            warn_every(logger, "unkeyed", 60.0, f"not cached: {error}")
+            return False
+        return True
+
+    def _drop_lookup(self, state: RequestState) -> None:
+        if state.lookup is not None:
+            if self._store is not None:
+                self._store.release(state.lookup.lookup_id)
+            state.lookup = None
+
+    def after_alloc(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """Blocks were allocated; vLLM loads exactly ``external_tokens`` more, or nothing.
+
+        May come a second time, with 0, after the load.
+        """
+        state = self._requests.get(request_id)
+        if external_tokens == 0:
+            if state is not None:
+                self._drop_lookup(state)
+            return
+        # From here on vLLM waits for a report: whatever is wrong becomes a failed load.
+        op, pending = self._plan_load(state, request_id, block_ids, external_tokens)
+        if state is not None:
+            self._drop_lookup(state)
+            state.load_id = op.load_id
+        self._loads[op.load_id] = pending
+        self._new_loads.append(op)
+
+    def _plan_load(
+        self,
+        state: RequestState | None,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        external_tokens: int,
+    ) -> tuple[LoadOp, PendingLoad]:
+        load_id = next(self._ids)
+        now = time.monotonic()
+        num_ranks = self._layout.num_ranks if self._layout is not None else 1
+        incarnation = self._store.pool_ref.incarnation if self._store is not None else ""
+        op = LoadOp(load_id, request_id, incarnation, now + self._config.load_timeout, [])
+        pending = PendingLoad(
+            request_id, set(range(num_ranks)), [], external_tokens, 0, now
+        )
+        lookup = state.lookup if state is not None else None
+        if state is None or lookup is None or lookup.boundary is None:
+            return op, pending
+        assert self._layout is not None
+        assert self._store is not None
+        if lookup.boundary != lookup.local_tokens + external_tokens:
+            # vLLM shortened the answer: what was looked up does not end there.
+            return op, pending
+        objects = allocate.load_objects(
+            self._layout, lookup.boundary, lookup.local_tokens, block_ids, self.null_block_id
+        )
+        if objects is None:
+            return op, pending
+        rows = [
+            (state.chain.hashes[obj.end_tokens // self._layout.chunk_tokens - 1], obj.group)
+            for obj in objects
+        ]
+        stored = self._store.prepare_load(load_id, lookup.lookup_id, rows)
+        if stored is None:
+            return op, pending
+        for obj, row in zip(objects, stored, strict=True):
+            obj.slots[:] = row.slots
+            obj.digests[:] = row.digests
+        pending.rows = rows
+        pending.num_bytes = sum(slot.nbytes for row in stored for slot in row.slots)
+        op.objects[:] = objects
+        return op, pending
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def build_step(self, step: StepView) -> StepMeta:
+        """What the workers are asked to copy in this step."""
+        loads, self._new_loads = self._new_loads, []
+        if self._store is None:
+            return StepMeta(loads=loads)
+        stores = []
+        if self._can_store:
+            for request_id, num_scheduled in step.scheduled.items():
+                state = self._requests.get(request_id)
+                if state is None:
+                    continue
+                end = state.view.num_computed_tokens + num_scheduled
+                if (op := self._plan_store(state, step, end)) is not None:
+                    stores.append(op)
+        return StepMeta(self._store.pool_ref, stores, loads)
+
+    def _plan_store(
+        self, state: RequestState, step: StepView, end: int
+    ) -> allocate.StoreOp | None:
+        """Reserve slots for the chunks that this step completes and that are worth keeping."""
+        assert self._layout is not None
+        assert self._store is not None
+        view = state.view
+        limit = end if self._config.save_decode_cache else min(end, view.num_prompt_tokens)
+        if state.params.max_offload_tokens is not None:
+            limit = min(limit, state.params.max_offload_tokens)
+        end_chunk = limit // self._layout.chunk_tokens
+        if end_chunk <= state.next_chunk or self._reason_uncacheable(state):
+            return None
+        chunks = range(state.next_chunk, end_chunk)
+        state.next_chunk = end_chunk
+        if len(state.chain.hashes) < end_chunk and not self._extend_chain(state):
+            return None
+        block_ids = step.block_ids(view.request_id)
+        if block_ids is None:
+            return None
+        objects, parts = allocate.store_objects(
+            self._layout,
+            state.chain.hashes,
+            chunks,
+            step_end=end,
+            block_ids=block_ids,
+            null_block_id=self.null_block_id,
+            boundary_states=step.boundary_states.get(view.request_id, ()),
+            wanted=self._worth_storing,
+        )
+        if not parts:
+            return None
+        store_id = next(self._ids)
+        slots = self._store.prepare_store(
+            store_id, [part.sizes for part in parts], protect=parts[0].parent
+        )
+        kept = len(slots) if slots is not None else 0
+        self._count_dropped(parts[kept:])
+        if any(self._is_full(part) for part in parts[kept:]):
+            # Without this chunk nothing behind it can be served: the head keeps the room.
+            state.next_chunk = _NO_CHUNK
+        if slots is None:
+            return None
+        for obj, reserved in zip(objects, slots, strict=False):
+            obj.slots[:] = reserved
+        parts = parts[:kept]
+        self._storing.update(
+            (part.chunk_hash, part.group) for part in parts if part.chunk_hash is not None
+        )
+        self._stores[store_id] = PendingStore(
+            generation=self._generation,
+            request_id=view.request_id,
+            waiting_ranks=set(range(self._layout.num_ranks)),
+            parts=parts,
+            digests=[[None] * len(part.sizes) for part in parts],
+        )
+        return allocate.StoreOp(
+            store_id, self._store.pool_ref.incarnation, objects[:kept]
+        )
+
+    def _is_full(self, part: StorePart) -> bool:
+        assert self._layout is not None
+        return self._layout.by_tag[part.group].rule.kind is ReuseKind.FULL
+
+    def _worth_storing(self, chunk_hash: bytes, group: str) -> bool:
+        assert self._store is not None
+        return (chunk_hash, group) not in self._storing and not self._store.contains(
+            chunk_hash, group
+        )
+
+    def on_worker_meta(self, meta: WorkerMeta) -> None:
+        """Ranks are done with copies: publish, drop or release what they touched."""
+        for store in meta.stores:
+            self._on_store_report(store)
+        for load in meta.loads:
+            self._on_load_report(load)
+
+    def _on_store_report(self, report: StoreReport) -> None:
+        pending = self._stores.get(report.store_id)
+        if pending is None:
+            return
+        assert self._layout is not None
+        pending.waiting_ranks.discard(report.rank)
+        parts = zip(pending.parts, pending.digests, report.digests, strict=True)
+        for part, digests, digest in parts:
+            shard = self._layout.by_tag[part.group].owned_shard.get(report.rank)
+            if shard is not None:
+                digests[shard] = digest
+        if not pending.waiting_ranks:
+            del self._stores[report.store_id]
+            self._finish_store(report.store_id, pending)
+
+    def _finish_store(self, store_id: int, pending: PendingStore) -> None:
+        assert self._store is not None
+        self._bind_keys(pending)
+        commits = []
+        for part, digests in zip(pending.parts, pending.digests, strict=True):
+            if part.chunk_hash is None:
+                self._count_dropped([part])
+                continue
+            self._storing.discard((part.chunk_hash, part.group))
+            written = [
+                0 if size == 0 else digest
+                for size, digest in zip(part.sizes, digests, strict=True)
+            ]
+            if pending.generation == self._generation and None not in written:
+                whole = [digest for digest in written if digest is not None]
+                commits.append(
+                    Commit(part.index, part.chunk_hash, part.parent, part.group, whole)
+                )
+                count_group(self.counters.stored_rows, part.group)
+                self._watch.observe_stored(sum(part.sizes), part.group)
+            else:
+                self._count_dropped([part])
+        self._store.complete_store(store_id, commits)
+
+    def _count_dropped(self, parts: Sequence[StorePart]) -> None:
+        for part in parts:
+            count_group(self.counters.dropped_rows, part.group)
+
+    def _bind_keys(self, pending: PendingStore) -> None:
+        """Give parts whose tokens were not known when the step was built their keys."""
+        if all(part.chunk_hash is not None for part in pending.parts):
+            return
+        state = self._requests.get(pending.request_id)
+        if state is None or pending.generation != self._generation:
+            return
+        if not self._extend_chain(state):
+            return
+        hashes = state.chain.hashes
+        for part in pending.parts:
+            if part.chunk_hash is None and part.chunk < len(hashes):
+                part.chunk_hash = hashes[part.chunk]
+                part.parent = hashes[part.chunk - 1] if part.chunk else None
+
+    def _on_load_report(self, report: LoadReport) -> None:
+        pending = self._loads.get(report.load_id)
+        if pending is None:
+            return
+        pending.waiting_ranks.discard(report.rank)
+        pending.ok &= report.ok
+        pending.corrupt.update(report.corrupt)
+        if pending.waiting_ranks:
+            return
+        del self._loads[report.load_id]
+        if self._store is not None and pending.rows:
+            drop = [pending.rows[index] for index in sorted(pending.corrupt)]
+            self._store.complete_load(report.load_id, drop)
+        state = self._requests.get(pending.request_id)
+        if state is not None and state.load_id == report.load_id:
+            state.load_id = None
+            state.bypass |= not pending.ok
+        self._count_load(pending)
+
+    def _count_load(self, pending: PendingLoad) -> None:
+        for index in pending.corrupt:
+            count_group(self.counters.corrupt_objects, pending.rows[index][1])
+        if pending.ok:
+            assert self._layout is not None
+            for group, tokens in allocate.tokens_by_group(
+                self._layout, pending.rows, pending.num_tokens
+            ).items():
+                count_group(self.counters.loaded_group_tokens, group, tokens)
+            self.counters.loaded_tokens += pending.num_tokens
+            self._watch.observe_served(pending.num_tokens)
+        else:
+            self.counters.failed_tokens += pending.num_tokens
+            warn_every(
+                logger,
+                "failed load",
+                60.0,
+                f"a load of {pending.num_tokens} tokens failed for request "
+                f"{pending.request_id}: its prompt is recomputed",
+            )
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def on_finished(self, request_id: str) -> None:
+        """The request ended, at whatever point. Copies in flight end by their reports."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        for pending in self._stores.values():
+            if pending.request_id == request_id:
+                self._bind_keys(pending)
+        self._drop_lookup(state)
+        del self._requests[request_id]
+
+    def has_pending_work(self) -> bool:
+        """Whether workers' reports are awaited, so that an idle engine must keep stepping."""
+        return bool(self._stores or self._loads)
+
+    def reset(self) -> None:
+        """Forget this engine's view at once. Keys of later stores and lookups are new ones."""
+        self._generation += 1
+        self._storing.clear()
+        for state in self._requests.values():
+            self._drop_lookup(state)
+            state.next_chunk = 0
+        if self._store is not None:
+            self._store.clear()
+            self._new_database(os.urandom(16).hex())
+
+    def take_counters(self) -> dict[str, Any]:
+        """Plain counters since the last call, with the pool's gauges."""
+        if self._store is not None:
+            stats = self._store.stats()
+            self.counters.pool_used_bytes = stats.used_bytes
+            self.counters.pool_capacity_bytes = stats.capacity_bytes
+            for group, evicted in stats.evicted.items():
+                count_group(
+                    self.counters.evicted_rows, group, evicted - self._evicted.get(group, 0)
+                )
+            self._evicted = stats.evicted
+        return self.counters.take()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the request table does not fit what is in flight."""
+        expected = {
+            (part.chunk_hash, part.group)
+            for pending in self._stores.values()
+            if pending.generation == self._generation
+            for part in pending.parts
+            if part.chunk_hash is not None
+        }
+        assert self._storing == expected, (self._storing, expected)
+        if self._store is not None:
+            stats = self._store.stats()
+            assert stats.leases == len(self._stores), (stats.leases, len(self._stores))
+            self._store.check_integrity()
+
+    def shutdown(self) -> None:
+        """Close the store."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None

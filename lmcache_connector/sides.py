@@ -1,0 +1,302 @@
+"""The two sides of the connector, built from vLLM's objects and speaking neutral words inside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from lmcache_connector import __version__, vllm_view
+from lmcache_connector.chunk_size import choose_chunk_size
+from lmcache_connector.config import (
+    Config,
+    LoadedConfig,
+    RequestParams,
+    describe,
+    load_config,
+    parse_request_params,
+)
+from lmcache_connector.counters import Counters
+from lmcache_connector.errors import ConfigError, StartupError
+from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
+from lmcache_connector.keys import namespace_digest
+from lmcache_connector.log import init_logger, warn_every
+from lmcache_connector.metadata import StepMeta, WorkerMeta
+from lmcache_connector.scheduler.layout import CacheLayout
+from lmcache_connector.scheduler.scheduler import CacheScheduler
+from lmcache_connector.server.service import PoolService, socket_path_for
+from lmcache_connector.storage.engine import StorageEngine
+from lmcache_connector.storage.pool import MemoryPool, check_memory_budget
+from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
+from lmcache_connector.worker.transfer import make_copier
+from lmcache_connector.worker.worker import CacheWorker, device_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+# Workers attach within milliseconds on CPU; pinning the first extent takes longer. Start-up goes
+# on without them after this long, and stores begin when they are there.
+_ATTACH_SECONDS = 10.0
+
+
+class _Setup:
+    """What both sides derive from vLLM's configuration, all problems found at once."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        problems = vllm_view.config_problems(vllm_config)
+        loaded: LoadedConfig | None = None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        try:
+            loaded = load_config(extra, os.environ)
+        except ConfigError as error:
+            problems.extend(error.problems)
+        groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
+        problems.extend(group_problems)
+        self.groups: tuple[EngineGroupSpec, ...] = groups
+        if not group_problems:
+            try:
+                choice = choose_chunk_size(groups, loaded.config.chunk_size if loaded else None)
+                self.chunk_tokens = choice.chunk_tokens
+                self.chunk_warning = choice.warning
+            except StartupError as error:
+                problems.extend(error.problems)
+        if problems or loaded is None:
+            raise StartupError(problems)
+        self.loaded = loaded
+        self.config: Config = loaded.config
+        self.socket_path = socket_path_for(str(vllm_config.kv_transfer_config.engine_id))
+
+
+class SchedulerSide:
+    """Lives in the engine core."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._setup = setup = _Setup(vllm_config, kv_cache_config)
+        config = setup.config
+        problem = check_memory_budget(config.max_local_cpu_bytes)
+        if problem is not None:
+            raise StartupError([problem])
+        transfer = vllm_config.kv_transfer_config
+        if not config.fail_on_load_error:
+            # vLLM's default would fail users' requests over a lost cache entry. It reads the
+            # policy after it has built the connector.
+            transfer.kv_load_failure_policy = "recompute"
+        self._facts = vllm_view.namespace_facts(vllm_config)
+        self._mm_counters = vllm_view.mm_identifiers_are_counters(vllm_config)
+        self._adapter_digests: dict[tuple[int, str], str] = {}
+        self._scheduler = CacheScheduler(
+            config,
+            self._namespace,
+            can_load=transfer.is_kv_consumer,
+            can_store=transfer.is_kv_producer,
+            counters=Counters(),
+        )
+        parallel = vllm_config.parallel_config
+        self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._early_geometries: dict[int, WorkerGeometry] = {}
+        self._block_size_checked = False
+        for warning in (*setup.loaded.warnings, setup.chunk_warning):
+            if warning:
+                logger.warning(warning)
+
+    def _namespace(self, fingerprints: Sequence[str], nonce: str) -> bytes:
+        return namespace_digest(
+            {**self._facts, "geometry": ",".join(fingerprints), "reset": nonce}
+        )
+
+    def bind_null_block(self, block_id: int) -> None:
+        self._scheduler.null_block_id = block_id
+
+    def on_handshake(self, metadata: Sequence[Any]) -> None:
+        """All ranks' registrations, before the first request. Under a MultiConnector these may be
+        another child's: then the workers' first reports bring ours."""
+        geometries = [value for value in metadata if isinstance(value, WorkerGeometry)]
+        if len(geometries) == self._num_ranks:
+            self._attach(geometries, wait_seconds=_ATTACH_SECONDS)
+
+    def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
+        config = self._setup.config
+        layout = CacheLayout(geometries)
+        largest = layout.largest_object_bytes()
+        pool = MemoryPool(config.max_local_cpu_bytes, min_object_bytes=largest)
+        if pool.capacity_bytes < largest:
+            raise StartupError(
+                [
+                    f"max_local_cpu_size is {config.max_local_cpu_bytes / 2**20:.1f} MiB, smaller "
+                    f"than one object of {largest / 2**20:.1f} MiB; the minimum is "
+                    f'"{-(-largest // 2**20)}MiB"'
+                ]
+            )
+        service = PoolService(self._setup.socket_path, pool, expected_ranks=self._num_ranks)
+        service.start()
+        self._scheduler.attach(layout, StorageEngine(pool, layout.shards(), service))
+        ready = service.wait_ready(wait_seconds)
+        self._log_start(layout, geometries[0], pool, ready)
+
+    def _log_start(
+        self, layout: CacheLayout, geometry: WorkerGeometry, pool: MemoryPool, ready: bool
+    ) -> None:
+        groups = " ".join(
+            f"{group.tag}[engine groups {','.join(map(str, group.tokens_per_block))}; blocks of "
+            f"{','.join(map(str, sorted(set(group.tokens_per_block.values()))))} tokens; "
+            f"{sum(group.shard_bytes(layout.chunk_tokens))} B in {group.num_shards} object(s)]"
+            for group in layout.groups
+        )
+        logger.info(
+            "LMCacheHybridConnector %s on vLLM %s: chunk %d tokens; %s; %d rank(s); pool %.2f GiB "
+            "%s; backends %s; %s",
+            __version__,
+            vllm.__version__,
+            layout.chunk_tokens,
+            groups,
+            layout.num_ranks,
+            pool.capacity_bytes / 2**30,
+            "attached" if ready else "NOT attached yet, nothing is stored until it is",
+            ",".join(dict.fromkeys(geometry.backends)),
+            describe(self._setup.config, self._setup.loaded.origins),
+        )
+        if any(group.recurrent_state for group in geometry.kernel_groups):
+            logger.info(
+                "recurrent states exist only where a prefill step ends: the largest prompt part "
+                "that one hit can serve ends at such a boundary; --max-num-batched-tokens %d makes "
+                "every chunk one",
+                layout.chunk_tokens,
+            )
+
+    def _check_block_size(self) -> None:
+        # Not before the first request: vLLM resets the value after the connector is built.
+        self._block_size_checked = True
+        block = vllm_view.block_size_reset_hint(self._vllm_config, self._setup.groups)
+        if block is not None:
+            logger.warning(
+                "vLLM reset its block size to %d after it built state blocks of %d tokens: prefill "
+                "steps end where no state is kept, so that a cold prompt leaves nothing to "
+                "restore; start with --block-size %d",
+                self._vllm_config.cache_config.block_size,
+                block,
+                block,
+            )
+
+    def _view(self, request: Request) -> vllm_view.VllmRequest:
+        return vllm_view.VllmRequest(request, self._mm_counters, self._adapter_digests)
+
+    def _params(self, view: vllm_view.VllmRequest) -> RequestParams:
+        params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
+        for warning in warnings:
+            warn_every(logger, "request parameters", 60.0, "%s", warning)
+        return params
+
+    def on_new_request(self, request: Request) -> None:
+        if not self._block_size_checked:
+            self._check_block_size()
+        view = self._view(request)
+        self._scheduler.on_new_request(view, self._params(view))
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        if not self._scheduler.knows(request.request_id):
+            self.on_new_request(request)
+        return self._scheduler.match(request.request_id, local_tokens)
+
+    def after_alloc(
+        self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        self._scheduler.after_alloc(request.request_id, block_ids, external_tokens)
+
+    def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
+        return self._scheduler.build_step(vllm_view.step_view(scheduler_output))
+
+    def on_worker_meta(self, meta: Any) -> None:
+        if not isinstance(meta, WorkerMeta):
+            return
+        if not self._scheduler.attached:
+            for geometry in meta.geometries:
+                self._early_geometries[geometry.rank] = geometry
+            if len(self._early_geometries) == self._num_ranks:
+                self._attach(list(self._early_geometries.values()), wait_seconds=0.0)
+        self._scheduler.on_worker_meta(meta)
+
+    def on_finished(self, request: Request) -> None:
+        self._scheduler.on_finished(request.request_id)
+
+    def has_pending_work(self) -> bool:
+        return self._scheduler.has_pending_work()
+
+    def reset(self) -> None:
+        self._scheduler.reset()
+
+    def take_counters(self) -> dict[str, Any]:
+        return self._scheduler.take_counters()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when any bookkeeping of this side does not add up."""
+        self._scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        self._scheduler.shutdown()
+
+
+class WorkerSide:
+    """Lives in each worker."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._setup = _Setup(vllm_config, kv_cache_config)
+        self._worker: CacheWorker | None = None
+        self._geometry_known = False
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        registration: Registration = register_kv_caches(
+            self._setup.groups,
+            kv_caches,
+            num_blocks=self._kv_cache_config.num_blocks,
+            chunk_tokens=self._setup.chunk_tokens,
+            ranks=RankFacts(
+                *vllm_view.rank_facts(),
+                vllm_view.backend_names(self._vllm_config, self._kv_cache_config),
+            ),
+        )
+        copier = make_copier(device_of(kv_caches))
+        self._worker = CacheWorker(registration, copier, Counters())
+        self._worker.attach(str(self._setup.socket_path))
+
+    def handshake(self) -> WorkerGeometry | None:
+        return self._worker.geometry if self._worker is not None else None
+
+    def start_loads(self, meta: Any) -> None:
+        if isinstance(meta, StepMeta) and self._worker is not None:
+            self._geometry_known |= meta.pool is not None
+            self._worker.start_loads(meta)
+
+    def save(self, meta: Any) -> None:
+        if isinstance(meta, StepMeta) and self._worker is not None:
+            self._worker.save(meta)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        return self._worker.take_results() if self._worker is not None else (set(), set())
+
+    def take_meta(self) -> WorkerMeta | None:
+        if self._worker is None:
+            return None
+        meta = self._worker.take_meta()
+        if not self._geometry_known:
+            meta = meta or WorkerMeta()
+            meta.geometries = [self._worker.geometry]
+        return meta
+
+    def take_counters(self) -> dict[str, Any]:
+        return self._worker.counters.take() if self._worker is not None else {}
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None

@@ -1,0 +1,166 @@
+"""Copies between the engine's pages and the pool's slots, with a check of every object.
+
+A copier takes jobs (pages and the slot addresses they belong to) and checks (the slots' bytes),
+and answers later with one xxh3_64 per check: of the bytes written for a store, of the bytes read
+for a load. Two devices differ here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import xxhash
+
+from lmcache_connector.triton_kernels import reference
+from lmcache_connector.worker.device_copier import DeviceCopier, PageJob
+
+__all__ = ["Copier", "CpuCopier", "GpuCopier", "PageJob", "SlotCheck", "make_copier"]
+
+# Hashing one slot runs at memory speed and releases the interpreter lock; a few threads keep up
+# with a PCIe link.
+_HASH_THREADS = 4
+
+
+@dataclass(slots=True)
+class SlotCheck:
+    """The bytes of one object in the pool, and what they must hash to (None for a store)."""
+
+    view: memoryview
+    nbytes: int
+    expected: int | None
+
+    def digest(self) -> int:
+        """xxh3_64 of the bytes as they are now."""
+        return xxhash.xxh3_64_intdigest(self.view)
+
+
+class Copier(Protocol):
+    """Called by one thread. A ticket's pages and slots are in use until it has a result."""
+
+    def register_extent(self, address: int, nbytes: int) -> None:
+        """Make pool memory reachable for copies; may be called from a helper thread."""
+
+    def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        """Pages -> slots. When it returns, later forwards cannot change what is stored. None:
+        no room to do it now, and nothing was started."""
+
+    def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        """Slots -> pages."""
+
+    def result(self, ticket: int) -> list[int] | None:
+        """Digests by check once the copy has ended (asked once), None while it runs."""
+
+    def close(self) -> None:
+        """Wait for what runs."""
+
+
+class CpuCopier:
+    """Copies inside the call: on CPUs the forward and the copy share the same cores anyway."""
+
+    def __init__(self) -> None:
+        self._tickets = itertools.count()
+        self._results: dict[int, list[int]] = {}
+
+    def register_extent(self, address: int, nbytes: int) -> None:
+        """Nothing to pin."""
+
+    def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        for job in jobs:
+            reference.gather_pages(
+                job.run_addresses,
+                job.block_stride,
+                job.run_bytes,
+                job.block_ids,
+                job.slot_addresses,
+                job.run_pitch,
+            )
+        return self._keep([check.digest() for check in checks])
+
+    def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        digests = [check.digest() for check in checks]
+        # Bytes that fail their check do not reach the engine's blocks at all.
+        if all(d == check.expected for d, check in zip(digests, checks, strict=True)):
+            for job in jobs:
+                reference.scatter_pages(
+                    job.run_addresses,
+                    job.block_stride,
+                    job.run_bytes,
+                    job.block_ids,
+                    job.slot_addresses,
+                    job.run_pitch,
+                )
+        return self._keep(digests)
+
+    def _keep(self, digests: list[int]) -> int:
+        ticket = next(self._tickets)
+        self._results[ticket] = digests
+        return ticket
+
+    def result(self, ticket: int) -> list[int] | None:
+        return self._results.pop(ticket)
+
+    def close(self) -> None:
+        self._results.clear()
+
+
+@dataclass(slots=True)
+class _DeviceCopy:
+    ticket: int
+    checks: Sequence[SlotCheck]
+    # Started at once for a load, after the copy for a store.
+    hashing: list[Future[int]] | None
+
+
+class GpuCopier:
+    """Copies on a stream of its own; slots are hashed on host threads beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = DeviceCopier(device)
+        self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
+        self._tickets = itertools.count()
+        self._copies: dict[int, _DeviceCopy] = {}
+
+    def register_extent(self, address: int, nbytes: int) -> None:
+        self._device.register_extent(address, nbytes)
+
+    def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        ticket = self._device.store(jobs)
+        return None if ticket is None else self._keep(_DeviceCopy(ticket, checks, None))
+
+    def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
+        ticket = self._device.load(jobs)
+        return self._keep(_DeviceCopy(ticket, checks, self._hash(checks)))
+
+    def _hash(self, checks: Sequence[SlotCheck]) -> list[Future[int]]:
+        return [self._threads.submit(check.digest) for check in checks]
+
+    def _keep(self, copy: _DeviceCopy) -> int:
+        ticket = next(self._tickets)
+        self._copies[ticket] = copy
+        return ticket
+
+    def result(self, ticket: int) -> list[int] | None:
+        copy = self._copies[ticket]
+        if not self._device.done(copy.ticket):
+            return None
+        if copy.hashing is None:
+            copy.hashing = self._hash(copy.checks)
+        if not all(future.done() for future in copy.hashing):
+            return None
+        del self._copies[ticket]
+        return [future.result() for future in copy.hashing]
+
+    def close(self) -> None:
+        for copy in self._copies.values():
+            self._device.wait(copy.ticket)
+        self._threads.shutdown()
+
+
+def make_copier(device: torch.device) -> Copier:
+    """The copier for the device that holds the KV cache."""
+    return CpuCopier() if device.type == "cpu" else GpuCopier(device)

@@ -1,0 +1,309 @@
+"""The worker side: a data mover. Copies what a step's metadata names and reports back.
+
+It decides nothing about the cache. What it cannot do as told (unknown incarnation, deadline
+passed, a digest that does not match, an op that does not fit its geometry) it reports as failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lmcache_connector.counters import Counters, count_group
+from lmcache_connector.errors import ConnectorError, GeometryError
+from lmcache_connector.groups import ObjectGroup, WorkerGeometry
+from lmcache_connector.log import init_logger, warn_every
+from lmcache_connector.metadata import (
+    LoadOp,
+    LoadReport,
+    ObjectOp,
+    SlotRef,
+    StepMeta,
+    StoreOp,
+    StoreReport,
+    WorkerMeta,
+)
+from lmcache_connector.server.client import PoolClient
+from lmcache_connector.worker.page_runs import PageRuns
+from lmcache_connector.worker.register import Registration
+from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A copy that was started. Slots and blocks belong to it until ``ticket`` is done."""
+
+    ticket: int
+    started: float
+    # By object of the op: this rank's slot, or None where it has nothing to copy.
+    checks: list[SlotCheck | None]
+
+
+@dataclass(slots=True)
+class _Pool:
+    """One attachment per life of a pool; old ones stay mapped while copies may use them."""
+
+    clients: dict[str, PoolClient] = field(default_factory=dict)
+    path: str | None = None
+
+
+class CacheWorker:
+    """One rank. All methods but the attachment's helper thread run on the model's thread."""
+
+    def __init__(self, registration: Registration, copier: Copier, counters: Counters) -> None:
+        self.geometry: WorkerGeometry = registration.geometry
+        self.counters = counters
+        self._runs = registration.runs
+        self._copier = copier
+        self._groups: dict[str, ObjectGroup] = {
+            group.tag: group for group in self.geometry.object_groups()
+        }
+        self._pool = _Pool()
+        self._stores: dict[int, tuple[StoreOp, _Running]] = {}
+        self._loads: dict[int, tuple[LoadOp, _Running]] = {}
+        self._store_reports: list[StoreReport] = []
+        self._load_reports: list[LoadReport] = []
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+
+    # ---- attachment ---------------------------------------------------------------------------
+
+    def attach(self, socket_path: str) -> None:
+        """Map the pool behind ``socket_path`` on a helper thread; returns at once."""
+        if self._pool.path == socket_path:
+            return
+        self._pool.path = socket_path
+        client = PoolClient(
+            Path(socket_path), self.geometry.rank, self._copier.register_extent
+        )
+        client.start()
+        # Keyed by path until its incarnation is known, which the first op asks for.
+        self._pool.clients[socket_path] = client
+
+    def _client(self, incarnation: str) -> PoolClient | None:
+        for client in self._pool.clients.values():
+            if client.incarnation == incarnation:
+                return client
+        return None
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def start_loads(self, meta: StepMeta) -> None:
+        """Begin the step's loads. Blocks are not read by any forward before they are reported."""
+        if meta.pool is not None:
+            self.attach(meta.pool.socket_path)
+        for op in meta.loads:
+            try:
+                running = self._start_load(op)
+            except ConnectorError as error:
+                warn_every(logger, "load", 60.0, f"load refused: {error}")
+                running = None
+            if running is None:
+                self._report_load(op, ok=False)
+            else:
+                self._loads[op.load_id] = (op, running)
+        self._poll_loads()
+
+    def save(self, meta: StepMeta) -> None:
+        """Begin the step's stores; on return no later forward can change what they read."""
+        for op in meta.stores:
+            try:
+                running = self._start_store(op)
+            except ConnectorError as error:
+                warn_every(logger, "store", 60.0, f"store refused: {error}")
+                running = None
+            if running is None:
+                self._store_reports.append(
+                    StoreReport(op.store_id, self.geometry.rank, [None] * len(op.objects))
+                )
+            else:
+                self._stores[op.store_id] = (op, running)
+        self._poll_stores()
+
+    def _start_load(self, op: LoadOp) -> _Running | None:
+        if not op.objects or time.monotonic() > op.deadline:
+            return None
+        client = self._client(op.incarnation)
+        if client is None:
+            return None
+        checks: list[SlotCheck | None] = []
+        jobs = _JobBuilder(self.geometry, self._runs)
+        for obj in op.objects:
+            checks.append(self._add_object(jobs, client, obj, storing=False))
+        started = time.monotonic()
+        ticket = self._copier.load(jobs.build(), _present(checks))
+        return None if ticket is None else _Running(ticket, started, checks)
+
+    def _start_store(self, op: StoreOp) -> _Running | None:
+        client = self._client(op.incarnation)
+        if client is None:
+            return None
+        checks: list[SlotCheck | None] = []
+        jobs = _JobBuilder(self.geometry, self._runs)
+        for obj in op.objects:
+            checks.append(self._add_object(jobs, client, obj, storing=True))
+        started = time.monotonic()
+        ticket = self._copier.store(jobs.build(), _present(checks))
+        return None if ticket is None else _Running(ticket, started, checks)
+
+
+    def _add_object(
+        self, jobs: _JobBuilder, client: PoolClient, obj: ObjectOp, *, storing: bool
+    ) -> SlotCheck | None:
+        """Add one object's pages of this rank; its slot to check, None when it has no part."""
+        group = self._groups.get(obj.group)
+        if group is None or (storing and not self.geometry.owns_shard_of(group)):
+            return None
+        shard = self.geometry.shard_of(group)
+        slot: SlotRef = obj.slots[shard]
+        nbytes = jobs.add(group, obj, slot, client.address(slot), whole=storing)
+        digest = None if storing else obj.digests[shard]
+        return SlotCheck(client.view(slot)[:nbytes], nbytes, digest)
+
+    def _poll_loads(self) -> None:
+        for load_id, (op, running) in list(self._loads.items()):
+            result = self._copier.result(running.ticket)
+            if result is None:
+                continue
+            del self._loads[load_id]
+            corrupt = _corrupt_objects(running.checks, result)
+            self.counters.load_seconds += time.monotonic() - running.started
+            _count_bytes(self.counters.load_bytes, op.objects, running)
+            self._report_load(op, ok=not corrupt, corrupt=corrupt)
+
+    def _poll_stores(self) -> None:
+        for store_id, (op, running) in list(self._stores.items()):
+            result = self._copier.result(running.ticket)
+            if result is None:
+                continue
+            del self._stores[store_id]
+            self.counters.store_seconds += time.monotonic() - running.started
+            _count_bytes(self.counters.store_bytes, op.objects, running)
+            digests = iter(result)
+            self._store_reports.append(
+                StoreReport(
+                    op.store_id,
+                    self.geometry.rank,
+                    [None if check is None else next(digests) for check in running.checks],
+                )
+            )
+
+    def _report_load(self, op: LoadOp, *, ok: bool, corrupt: Sequence[int] = ()) -> None:
+        self._load_reports.append(LoadReport(op.load_id, self.geometry.rank, ok, list(corrupt)))
+        self._finished.add(op.request_id)
+        if not ok:
+            self._failed.add(op.request_id)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """(requests whose load ended, those of them whose load failed) since the last call."""
+        self._poll_loads()
+        self._poll_stores()
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed, set()
+        return finished, failed
+
+    def take_meta(self) -> WorkerMeta | None:
+        """Reports since the last call, or None."""
+        meta = WorkerMeta(self._store_reports, self._load_reports)
+        self._store_reports, self._load_reports = [], []
+        return None if meta.is_empty() else meta
+
+    def shutdown(self) -> None:
+        """End running copies, then unmap the pool."""
+        self._copier.close()
+        for client in self._pool.clients.values():
+            client.close()
+        self._pool.clients.clear()
+
+
+def _present(checks: Sequence[SlotCheck | None]) -> list[SlotCheck]:
+    return [check for check in checks if check is not None]
+
+
+def _count_bytes(
+    counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running
+) -> None:
+    for obj, check in zip(objects, running.checks, strict=True):
+        if check is not None:
+            count_group(counter, obj.group, check.nbytes)
+
+
+def _corrupt_objects(
+    checks: Sequence[SlotCheck | None], digests: Sequence[int]
+) -> list[int]:
+    found = iter(digests)
+    return [
+        index
+        for index, check in enumerate(checks)
+        if check is not None and next(found) != check.expected
+    ]
+
+
+class _JobBuilder:
+    """Collects pages by kernel group, so that each is one launch for all objects of an op."""
+
+    def __init__(self, geometry: WorkerGeometry, runs: Sequence[PageRuns]) -> None:
+        self._geometry = geometry
+        self._runs = runs
+        self._block_ids: dict[int, list[int]] = {}
+        self._addresses: dict[int, list[np.ndarray]] = {}
+
+    def add(
+        self, group: ObjectGroup, obj: ObjectOp, slot: SlotRef, base: int, *, whole: bool
+    ) -> int:
+        """Add an object's pages; its length in bytes.
+
+        Raises:
+            GeometryError: the op does not fit what this rank registered.
+        """
+        layout = self._geometry.object_layout(group, obj.end_tokens)
+        if slot.nbytes < layout.nbytes:
+            raise GeometryError(
+                f"slot of {slot.nbytes} bytes for an object of {layout.nbytes} ({obj.group})"
+            )
+        for region in layout.regions:
+            kernel_group = self._geometry.kernel_groups[region.kernel_group]
+            ids = obj.block_ids.get(kernel_group.engine_group_idx, [])
+            if len(ids) > region.num_blocks or (whole and len(ids) != region.num_blocks):
+                raise GeometryError(
+                    f"{len(ids)} block ids for the {region.num_blocks} blocks that {obj.group} "
+                    f"keeps of a chunk"
+                )
+            if ids and not 0 <= min(ids) <= max(ids) < kernel_group.nb:
+                raise GeometryError(f"block ids outside 0..{kernel_group.nb - 1}")
+            # The ids are the chunk's last blocks: they lie at the region's end.
+            first = base + region.offset + (region.num_blocks - len(ids)) * region.block_bytes
+            addresses = first + region.block_bytes * np.arange(len(ids), dtype=np.int64)
+            self._block_ids.setdefault(region.kernel_group, []).extend(ids)
+            self._addresses.setdefault(region.kernel_group, []).append(addresses)
+        return layout.nbytes
+
+    def build(self) -> list[PageJob]:
+        """One job per kernel group."""
+        return [
+            PageJob(
+                run_addresses=self._runs[index].run_addresses,
+                block_stride=self._runs[index].block_stride,
+                run_bytes=self._runs[index].run_bytes,
+                run_pitch=self._runs[index].run_pitch,
+                block_ids=np.asarray(ids, dtype=np.int64),
+                slot_addresses=np.concatenate(self._addresses[index]),
+            )
+            for index, ids in self._block_ids.items()
+            if ids
+        ]
+
+
+def device_of(kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> torch.device:
+    """The device that holds the KV cache; CPU when this rank has no layer."""
+    for tensor in kv_caches.values():
+        first = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+        return first.device
+    return torch.device("cpu")

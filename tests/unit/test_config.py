@@ -1,0 +1,262 @@
+"""Configuration: sources, origins, units, and messages that name the cause and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lmcache_connector.config import (
+    OPTIONS,
+    Config,
+    LoadedConfig,
+    config_table,
+    describe,
+    load_config,
+    request_params,
+)
+from lmcache_connector.errors import ConfigError
+
+GIB = 1 << 30
+DEFAULTS = Config(
+    chunk_size=None,
+    max_local_cpu_bytes=4 * GIB,
+    save_decode_cache=False,
+    load_timeout=10.0,
+    lookup_timeout=2.0,
+    fail_on_load_error=False,
+    min_hit_tokens=0,
+    max_offload_tokens=None,
+)
+
+
+def load(**extra_config: object) -> Config:
+    return load_config(extra_config, {}).config
+
+
+def problems_of(extra_config: dict[object, object], environ: dict[str, str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(extra_config, environ)  # type: ignore[arg-type]
+    return caught.value.problems
+
+
+def yaml_file(path: Path, text: str) -> dict[str, str]:
+    file = path / "config.yaml"
+    file.write_text(text)
+    return {"LMCACHE_CONFIG_FILE": str(file)}
+
+
+def test_nothing_given_is_the_defaults():
+    assert load_config({}, {}) == LoadedConfig(
+        DEFAULTS, dict.fromkeys((option.name for option in OPTIONS), "default"), []
+    )
+
+
+def test_every_field_has_exactly_one_option():
+    assert sorted(option.field for option in OPTIONS) == sorted(Config.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("extra", "env", "in_file", "expected", "origin"),
+    [
+        (64, "32", "16", 64, "extra_config"),
+        (None, "32", "16", 32, "env"),
+        (None, None, "16", 16, "yaml"),
+        (None, None, None, 0, "default"),
+    ],
+)
+def test_precedence_and_origin(tmp_path, extra, env, in_file, expected, origin):
+    environ = yaml_file(tmp_path, "" if in_file is None else f"min_hit_tokens: {in_file}\n")
+    if env is not None:
+        environ["LMCACHE_MIN_HIT_TOKENS"] = env
+    loaded = load_config({} if extra is None else {"min_hit_tokens": extra}, environ)
+    assert loaded.config.min_hit_tokens == expected
+    assert loaded.origins["min_hit_tokens"] == origin
+    assert loaded.origins["load_timeout"] == "default"
+
+
+def test_null_resets_what_a_weaker_source_set(tmp_path):
+    environ = yaml_file(tmp_path, "chunk_size: 512\nmax_offload_tokens: 1000\n")
+    assert load_config({}, environ).config.chunk_size == 512
+    loaded = load_config({"chunk_size": None}, {**environ, "LMCACHE_MAX_OFFLOAD_TOKENS": "none"})
+    assert (loaded.config.chunk_size, loaded.config.max_offload_tokens) == (None, None)
+    assert loaded.origins["chunk_size"] == "extra_config"
+    assert load_config({}, {**environ, "LMCACHE_CHUNK_SIZE": "auto"}).config.chunk_size is None
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [
+        (4, 4 * GIB),
+        (0.5, GIB // 2),
+        ("4", 4 * GIB),
+        ("1.5", 3 * GIB // 2),
+        ("512MiB", 512 << 20),
+        ("4GiB", 4 * GIB),
+        ("4 gib", 4 * GIB),
+        ("1.5GB", 1_500_000_000),
+        ("2TiB", 2 << 40),
+        ("64KB", 64_000),
+        ("4096B", 4096),
+    ],
+)
+def test_sizes(value, num_bytes):
+    assert load(max_local_cpu_size=value).max_local_cpu_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 0.0, "0GiB", "-4", "4G", "4 parsecs", "", "GiB", True, None, [4], float("nan"), 1e300],
+)
+def test_illegal_sizes(value):
+    (problem,) = problems_of({"max_local_cpu_size": value}, {})
+    assert problem.startswith("max_local_cpu_size in kv_connector_extra_config is ")
+    assert "512MiB" in problem
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((value, True) for value in (True, 1, "true", "True", "1", "yes", "YES")),
+        *((value, False) for value in (False, 0, "false", "0", "no")),
+    ],
+)
+def test_booleans(value, expected):
+    assert load(save_decode_cache=value).save_decode_cache is expected
+
+
+@pytest.mark.parametrize("value", ["on", "", "2", 2, 1.0, None, []])
+def test_illegal_booleans(value):
+    (problem,) = problems_of({"save_decode_cache": value}, {})
+    assert "expected true or false" in problem
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", "", True, None, "nan", float("inf"), 10**400])
+def test_illegal_seconds(value):
+    (problem,) = problems_of({"load_timeout": value}, {})
+    assert "seconds" in problem
+
+
+def test_seconds_from_text_and_whole_numbers():
+    config = load_config({"load_timeout": 3}, {"LMCACHE_LOOKUP_TIMEOUT": "0.25"}).config
+    assert (config.load_timeout, config.lookup_timeout) == (3.0, 0.25)
+    assert isinstance(config.load_timeout, float)
+
+
+@pytest.mark.parametrize("key", ["chunk_size", "min_hit_tokens", "max_offload_tokens"])
+@pytest.mark.parametrize("value", [-1, 1.0, "2.5", "-3", "", "1_000", True, "9" * 5000])
+def test_illegal_token_counts(key, value):
+    (problem,) = problems_of({key: value}, {})
+    assert "whole number of tokens" in problem
+
+
+def test_zero_tokens_are_legal_counts_and_no_chunk():
+    assert load(min_hit_tokens=0, max_offload_tokens="0").max_offload_tokens == 0
+    (problem,) = problems_of({"chunk_size": 0}, {})
+    assert "above 0" in problem
+
+
+def test_a_typo_names_the_nearest_key_in_every_source_that_is_ours(tmp_path):
+    environ = yaml_file(tmp_path, "chunksize: 256\n")
+    yaml_problem, extra_problem = problems_of({"max_cpu_size": 4}, environ)
+    assert yaml_problem.startswith("chunksize in ")
+    assert "config.yaml" in yaml_problem
+    assert yaml_problem.endswith("did you mean chunk_size?")
+    assert extra_problem == (
+        "max_cpu_size in kv_connector_extra_config is an unknown key: "
+        "did you mean max_local_cpu_size?"
+    )
+
+
+def test_keys_that_are_no_text_are_unknown(tmp_path):
+    assert len(problems_of({1: 2}, yaml_file(tmp_path, "2: 3\n"))) == 2
+
+
+def test_all_problems_are_told_at_once_and_overridden_values_are_checked(tmp_path):
+    environ = yaml_file(tmp_path, "load_timeout: never\nnonsense: 1\n")
+    environ["LMCACHE_SAVE_DECODE_CACHE"] = "maybe"
+    problems = problems_of({"load_timeout": 5, "chunk_size": -1}, environ)
+    assert len(problems) == 4
+    assert any(text.startswith("LMCACHE_SAVE_DECODE_CACHE is 'maybe'") for text in problems)
+    assert any(text.startswith("load_timeout in ") for text in problems)
+
+
+def test_unknown_variables_of_other_software_only_warn():
+    loaded = load_config(
+        {}, {"LMCACHE_LOG_LEVEL": "INFO", "LMCACHE_CHUNKSIZE": "256", "HOME": "/", "LMCACHE": "x"}
+    )
+    assert loaded.config == DEFAULTS
+    assert loaded.warnings == [
+        "Environment variable LMCACHE_CHUNKSIZE is not read: did you mean LMCACHE_CHUNK_SIZE?",
+        "Environment variable LMCACHE_LOG_LEVEL is not read.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "just text", "a: 2001-99-99", "\x00"])
+def test_a_broken_file_is_a_problem_and_hides_no_other(tmp_path, text):
+    problems = problems_of({"chunk_size": -1}, yaml_file(tmp_path, text))
+    assert len(problems) == 2
+    assert "config.yaml" in problems[0]
+
+
+def test_a_missing_file_is_a_problem():
+    (problem,) = problems_of({}, {"LMCACHE_CONFIG_FILE": "/no/such/{}.yaml"})
+    assert "LMCACHE_CONFIG_FILE names '/no/such/{}.yaml'" in problem
+    assert "unset it" in problem
+
+
+def test_both_roles_get_equal_results():
+    given = {"max_local_cpu_size": "1GiB"}, {"LMCACHE_CHUNK_SIZE": "640"}
+    assert load_config(*given) == load_config(*given)
+
+
+def test_the_result_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        load().chunk_size = 1  # type: ignore[misc]
+
+
+def test_describe_shows_every_value_with_unit_and_origin():
+    loaded = load_config(
+        {"max_local_cpu_size": "1.5GB", "save_decode_cache": True}, {"LMCACHE_LOAD_TIMEOUT": "2.5"}
+    )
+    assert describe(loaded.config, loaded.origins) == (
+        "chunk_size=auto (default) max_local_cpu_size=1500000000B (extra_config) "
+        "save_decode_cache=true (extra_config) load_timeout=2.5s (env) "
+        "lookup_timeout=2s (default) fail_on_load_error=false (default) "
+        "min_hit_tokens=0 (default) max_offload_tokens=none (default)"
+    )
+    chosen = msgspec.structs.replace(loaded.config, chunk_size=640, max_local_cpu_bytes=512 << 20)
+    text = describe(chosen, loaded.origins)
+    assert text.startswith("chunk_size=640 (default) max_local_cpu_size=512MiB ")
+
+
+def test_table_has_a_row_per_option_with_the_default_in_its_unit():
+    lines = config_table().splitlines()
+    assert len(lines) == len(OPTIONS) + 2
+    assert all(line.count("|") == 4 for line in lines)
+    assert any(line.startswith("| `max_local_cpu_size` | `4GiB` | ") for line in lines)
+
+
+def test_request_params_override_the_configured_ones():
+    config = load(min_hit_tokens=100)
+    params, warnings = request_params({"max_offload_tokens": 5, "remote_host": "other's"}, config)
+    assert (params.min_hit_tokens, params.max_offload_tokens) == (100, 5)
+    assert warnings == []
+    params, warnings = request_params({"min_hit_tokens": 0}, config)
+    assert (params.min_hit_tokens, params.max_offload_tokens, warnings) == (0, None, [])
+
+
+@pytest.mark.parametrize("params", [None, {}, {"min_hit_tokens": None}])
+def test_request_without_params_has_the_configured_ones(params):
+    chosen, warnings = request_params(params, load(min_hit_tokens=7, max_offload_tokens=9))
+    assert (chosen.min_hit_tokens, chosen.max_offload_tokens, warnings) == (7, 9, [])
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many", True, [1], {}, float("nan")])
+def test_illegal_request_params_are_ignored_with_a_warning(value):
+    config = load(min_hit_tokens=7)
+    chosen, warnings = request_params({"min_hit_tokens": value, "max_offload_tokens": 8}, config)
+    assert (chosen.min_hit_tokens, chosen.max_offload_tokens) == (7, 8)
+    (warning,) = warnings
+    assert warning.startswith("min_hit_tokens in kv_transfer_params is ignored")
