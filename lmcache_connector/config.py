@@ -273,7 +273,7 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
     return LoadedConfig(msgspec.convert(parsed, Config), origins, _unread_variables(environ))
 
 
-def request_params(
+def parse_request_params(
     params: Mapping[str, object] | None, config: Config
 ) -> tuple[RequestParams, list[str]]:
     """Read a request's ``kv_transfer_params`` over the configured defaults.

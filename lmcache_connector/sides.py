@@ -26,9 +26,10 @@ from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import StepMeta, WorkerMeta
 from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.scheduler import CacheScheduler
-from lmcache_connector.server.service import PoolService, socket_path_for
+from lmcache_connector.server.service import PoolService
+from lmcache_connector.server.sockets import socket_path_for
 from lmcache_connector.storage.engine import StorageEngine
-from lmcache_connector.storage.pool import MemoryPool, check_memory_budget
+from lmcache_connector.storage.pool import MemoryPool, check_memory_budget, check_pool_size
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
 from lmcache_connector.worker.worker import CacheWorker, device_of
@@ -127,17 +128,11 @@ class SchedulerSide:
         config = self._setup.config
         layout = CacheLayout(geometries)
         largest = layout.largest_object_bytes()
+        problem = check_pool_size(config.max_local_cpu_bytes, largest)
+        if problem is not None:
+            raise StartupError([problem])
         pool = MemoryPool(config.max_local_cpu_bytes, min_object_bytes=largest)
-        if pool.capacity_bytes < largest:
-            raise StartupError(
-                [
-                    f"max_local_cpu_size is {config.max_local_cpu_bytes / 2**20:.1f} MiB, smaller "
-                    f"than one object of {largest / 2**20:.1f} MiB; the minimum is "
-                    f'"{-(-largest // 2**20)}MiB"'
-                ]
-            )
-        service = PoolService(self._setup.socket_path, pool, expected_ranks=self._num_ranks)
-        service.start()
+        service = PoolService(pool.extents, self._setup.socket_path, self._num_ranks)
         self._scheduler.attach(layout, StorageEngine(pool, layout.shards(), service))
         ready = service.wait_ready(wait_seconds)
         self._log_start(layout, geometries[0], pool, ready)
@@ -267,10 +262,14 @@ class WorkerSide:
         )
         copier = make_copier(device_of(kv_caches))
         self._worker = CacheWorker(registration, copier, Counters())
-        self._worker.attach(str(self._setup.socket_path))
 
     def handshake(self) -> WorkerGeometry | None:
-        return self._worker.geometry if self._worker is not None else None
+        """What this rank registered. The scheduler side opens the pool when it has all of them,
+        so this is the time to begin looking for it."""
+        if self._worker is None:
+            return None
+        self._worker.attach(str(self._setup.socket_path))
+        return self._worker.geometry
 
     def start_loads(self, meta: Any) -> None:
         if isinstance(meta, StepMeta) and self._worker is not None:

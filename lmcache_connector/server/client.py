@@ -64,6 +64,10 @@ class PoolClient:
         """Whether all extents are mapped within ``timeout`` seconds."""
         return self._attached.wait(timeout)
 
+    def is_alive(self) -> bool:
+        """Whether it is attached or still trying."""
+        return self._attached.is_set() or self._thread.is_alive()
+
     def has(self, extent: int) -> bool:
         """Whether an extent is mapped by now."""
         return 0 <= extent < len(self._addresses)
@@ -122,6 +126,8 @@ class PoolClient:
             if connection is not None:
                 self._attach(connection)
         except Exception:
+            if self._closing.is_set():
+                return
             # Until the worker ends, slots in extents that are missing here are refused.
             logger.exception("attaching to the pool at %s failed: nothing is cached", self._path)
 

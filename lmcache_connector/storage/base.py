@@ -70,7 +70,9 @@ class StoreStats(msgspec.Struct):
     rows: int
     pinned_rows: int
     leases: int
+    # Rows evicted to make room, by group tag.
     evicted: dict[str, int]
+    # Items of prepare_store that did not fit.
     refused_stores: int
 
 
@@ -105,7 +107,8 @@ class Store(Protocol):
     ) -> list[list[SlotRef]] | None:
         """Reserve slots: ``sizes[i][shard]`` bytes, 0 = none. As many leading items as fit (what
         was used longest ago is evicted, never a pinned row, nor one of the prefix that ends at
-        ``protect``); None, and nothing changed, when not even the first fits."""
+        ``protect``); None, and nothing changed, when not even the first fits. A chunk that has
+        not been committed, or that nothing is known of any more, protects nothing."""
 
     def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
         """No worker writes the store's slots any more: publish ``commits`` (the first value of a

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from lmcache_connector.triton_kernels import reference
-from lmcache_connector.worker.device_copier import DeviceCopier, PageJob
+from lmcache_connector.worker.device_copier import PageJob
 
 __all__ = ["Copier", "CpuCopier", "GpuCopier", "PageJob", "SlotCheck", "make_copier"]
 
@@ -120,6 +120,9 @@ class GpuCopier:
     """Copies on a stream of its own; slots are hashed on host threads beside it."""
 
     def __init__(self, device: torch.device) -> None:
+        # Not before it is needed: CPU engines run without Triton.
+        from lmcache_connector.worker.device_copier import DeviceCopier
+
         self._device = DeviceCopier(device)
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
         self._tickets = itertools.count()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +46,6 @@ class _Running:
     checks: list[SlotCheck | None]
 
 
-@dataclass(slots=True)
-class _Pool:
-    """One attachment per life of a pool; old ones stay mapped while copies may use them."""
-
-    clients: dict[str, PoolClient] = field(default_factory=dict)
-    path: str | None = None
-
-
 class CacheWorker:
     """One rank. All methods but the attachment's helper thread run on the model's thread."""
 
@@ -65,7 +57,9 @@ class CacheWorker:
         self._groups: dict[str, ObjectGroup] = {
             group.tag: group for group in self.geometry.object_groups()
         }
-        self._pool = _Pool()
+        # One attachment per life of a pool, by socket path; ones that copies may still use stay.
+        self._clients: list[PoolClient] = []
+        self._attached_path: str | None = None
         self._stores: dict[int, tuple[StoreOp, _Running]] = {}
         self._loads: dict[int, tuple[LoadOp, _Running]] = {}
         self._store_reports: list[StoreReport] = []
@@ -77,18 +71,15 @@ class CacheWorker:
 
     def attach(self, socket_path: str) -> None:
         """Map the pool behind ``socket_path`` on a helper thread; returns at once."""
-        if self._pool.path == socket_path:
+        if socket_path == self._attached_path and self._clients[-1].is_alive():
             return
-        self._pool.path = socket_path
-        client = PoolClient(
-            Path(socket_path), self.geometry.rank, self._copier.register_extent
-        )
+        self._attached_path = socket_path
+        client = PoolClient(Path(socket_path), self.geometry.rank, self._copier.register_extent)
         client.start()
-        # Keyed by path until its incarnation is known, which the first op asks for.
-        self._pool.clients[socket_path] = client
+        self._clients.append(client)
 
     def _client(self, incarnation: str) -> PoolClient | None:
-        for client in self._pool.clients.values():
+        for client in self._clients:
             if client.incarnation == incarnation:
                 return client
         return None
@@ -218,9 +209,9 @@ class CacheWorker:
     def shutdown(self) -> None:
         """End running copies, then unmap the pool."""
         self._copier.close()
-        for client in self._pool.clients.values():
+        for client in self._clients:
             client.close()
-        self._pool.clients.clear()
+        self._clients.clear()
 
 
 def _present(checks: Sequence[SlotCheck | None]) -> list[SlotCheck]:

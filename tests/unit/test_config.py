@@ -14,7 +14,7 @@ from lmcache_connector.config import (
     config_table,
     describe,
     load_config,
-    request_params,
+    parse_request_params,
 )
 from lmcache_connector.errors import ConfigError
 
@@ -240,23 +240,27 @@ def test_table_has_a_row_per_option_with_the_default_in_its_unit():
 
 def test_request_params_override_the_configured_ones():
     config = load(min_hit_tokens=100)
-    params, warnings = request_params({"max_offload_tokens": 5, "remote_host": "other's"}, config)
+    params, warnings = parse_request_params(
+        {"max_offload_tokens": 5, "remote_host": "other's"}, config
+    )
     assert (params.min_hit_tokens, params.max_offload_tokens) == (100, 5)
     assert warnings == []
-    params, warnings = request_params({"min_hit_tokens": 0}, config)
+    params, warnings = parse_request_params({"min_hit_tokens": 0}, config)
     assert (params.min_hit_tokens, params.max_offload_tokens, warnings) == (0, None, [])
 
 
 @pytest.mark.parametrize("params", [None, {}, {"min_hit_tokens": None}])
 def test_request_without_params_has_the_configured_ones(params):
-    chosen, warnings = request_params(params, load(min_hit_tokens=7, max_offload_tokens=9))
+    chosen, warnings = parse_request_params(params, load(min_hit_tokens=7, max_offload_tokens=9))
     assert (chosen.min_hit_tokens, chosen.max_offload_tokens, warnings) == (7, 9, [])
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "many", True, [1], {}, float("nan")])
 def test_illegal_request_params_are_ignored_with_a_warning(value):
     config = load(min_hit_tokens=7)
-    chosen, warnings = request_params({"min_hit_tokens": value, "max_offload_tokens": 8}, config)
+    chosen, warnings = parse_request_params(
+        {"min_hit_tokens": value, "max_offload_tokens": 8}, config
+    )
     assert (chosen.min_hit_tokens, chosen.max_offload_tokens) == (7, 8)
     (warning,) = warnings
     assert warning.startswith("min_hit_tokens in kv_transfer_params is ignored")

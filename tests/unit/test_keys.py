@@ -304,6 +304,12 @@ def test_moving_a_border_between_fields_shows(values: list[object], left: int, r
     assert (encode_extra(one) == encode_extra(two)) == (shape(one) == shape(two))
 
 
+def test_values_that_python_or_a_printer_takes_for_equal_are_not():
+    values = [None, False, 0, 0.0, -0.0, "", b"", (), {}, True, 1, 1.0, "1", b"1", (1,), ((1,),)]
+    values += ["None", "True", ("1",), ("", ""), {"1": None}, (None,), (("1", None),), {"": "1"}]
+    assert len({encode_extra(value) for value in values}) == len(values)
+
+
 @pytest.mark.parametrize("value", [object(), {1, 2}, 1j, [1, [bytearray(b"x")]], {"a": object()}])
 def test_values_without_canonical_form_are_refused(value):
     with pytest.raises(ValueError, match="cannot be part of a key"):
@@ -357,7 +363,13 @@ def test_other_files_at_the_same_path_are_another_model(model_dir, name, content
     assert model_digest(str(model_dir), None) != before
 
 
-def test_swapped_or_renamed_weight_files_are_another_model(model_dir):
+def test_a_renamed_weight_file_is_another_model(model_dir):
+    before = model_digest(str(model_dir), None)
+    (model_dir / "model-1.safetensors").rename(model_dir / "model-0.safetensors")
+    assert model_digest(str(model_dir), None) != before
+
+
+def test_swapped_weight_files_are_another_model(model_dir):
     before = model_digest(str(model_dir), None)
     first, second = model_dir / "model-1.safetensors", model_dir / "model-2.safetensors"
     content = first.read_bytes()
@@ -444,7 +456,7 @@ def test_an_adapter_reloaded_unchanged_is_the_same(adapter):
     assert adapter_digest(str(adapter)) == adapter_digest(str(adapter))
 
 
-@pytest.mark.parametrize("offset", [0, 10, 3 << 19, 3 << 20])
+@pytest.mark.parametrize("offset", [0, 10, (3 << 19) + 5000, 3 << 20])
 def test_one_changed_byte_of_an_adapter_is_another_adapter(adapter, offset):
     before = adapter_digest(str(adapter))
     with open(adapter / "adapter_model.safetensors", "r+b") as file:
