@@ -110,9 +110,7 @@ class SchedulerSide:
                 logger.warning(warning)
 
     def _namespace(self, fingerprints: Sequence[str], nonce: str) -> bytes:
-        return namespace_digest(
-            {**self._facts, "geometry": ",".join(fingerprints), "reset": nonce}
-        )
+        return namespace_digest({**self._facts, "geometry": ",".join(fingerprints), "reset": nonce})
 
     def bind_null_block(self, block_id: int) -> None:
         self._scheduler.null_block_id = block_id

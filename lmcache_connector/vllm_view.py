@@ -261,9 +261,7 @@ def _attention_shards(spec: KVCacheSpec, tp_size: int, dcp_sharded: bool) -> int
     return int(max_shards)
 
 
-def block_size_reset_hint(
-    vllm_config: VllmConfig, groups: Sequence[EngineGroupSpec]
-) -> int | None:
+def block_size_reset_hint(vllm_config: VllmConfig, groups: Sequence[EngineGroupSpec]) -> int | None:
     """The state groups' block size when vLLM's own configuration has lost it, else None.
 
     The multi-process engine re-runs the configuration's checks after the caches exist; on CPU
@@ -280,9 +278,7 @@ def block_size_reset_hint(
     return blocks.pop()
 
 
-def backend_names(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-) -> tuple[str, ...]:
+def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str, ...]:
     """Attention backend of each group and, on CPU, the instruction set: at equal strides the
     order of a page's content differs between them."""
     layers = vllm_config.compilation_config.static_forward_context
@@ -343,7 +339,8 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
 
 
 def _commit(model_config: Any) -> str | None:
-    """Resolved commit of a hub model, or the revision asked for."""
+    """Resolved commit of a hub model, or the revision asked for (which the digest trusts only if
+    it is a commit)."""
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     return commit or model_config.revision
 
@@ -354,7 +351,13 @@ def _commit(model_config: Any) -> str | None:
 class VllmRequest:
     """A live window on one vLLM request; implements RequestView."""
 
-    __slots__ = ("_adapter_digests", "_mm_cursor", "_request", "_uncacheable")
+    __slots__ = (
+        "_adapter_digests",
+        "_adapter_reloaded",
+        "_mm_cursor",
+        "_request",
+        "_uncacheable",
+    )
 
     def __init__(
         self,
@@ -366,6 +369,7 @@ class VllmRequest:
         and vLLM gives every load an id of its own."""
         self._request = request
         self._adapter_digests = adapter_digests
+        self._adapter_reloaded = False
         # (token position, index of the first image that may reach it): ranges come in order.
         self._mm_cursor = (0, 0)
         self._uncacheable: str | None = None
@@ -425,8 +429,11 @@ class VllmRequest:
         if lora is None:
             return None
         key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._adapter_digests:
+        # A request that reloads its adapter in place brings new weights under an old id.
+        reload = getattr(lora, "load_inplace", False) and not self._adapter_reloaded
+        if key not in self._adapter_digests or reload:
             self._adapter_digests[key] = adapter_digest(lora.lora_path)
+            self._adapter_reloaded = True
         return self._adapter_digests[key]
 
     def _extra_keys(self, start: int, end: int) -> object | None:
@@ -440,7 +447,10 @@ class VllmRequest:
         self._mm_cursor = (end, mm_index)
         kinds = getattr(request, "prompt_is_token_ids", None)
         kind_bits = bytes(bool(bit) for bit in kinds[start:end]) if kinds is not None else None
-        return (keys, self._adapter_digest(), kind_bits)
+        adapter = self._adapter_digest()
+        if keys is None and adapter is None and kind_bits is None:
+            return None  # leading text of a request with images: the same as plain text
+        return (keys, adapter, kind_bits)
 
 
 def mm_identifiers_are_counters(vllm_config: VllmConfig) -> bool:

@@ -365,7 +365,7 @@ def _quiet_transformers() -> Iterator[None]:
 def _vocabulary() -> dict[str, int]:
     """3 special tokens, then the 256 bytes in order, then syllables up to VOCAB_SIZE.
 
-    Text is encoded byte by byte: byte b is id 3 + b. The syllables are never the result of encoding;
+    Text is encoded byte by byte: byte b is id 3 + b. Encoding never yields the syllables;
     they give every id that a model can answer a text of its own.
     """
     tokens = list(SPECIAL_TOKENS)

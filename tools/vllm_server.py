@@ -1,4 +1,4 @@
-"""One ``vllm serve`` on the CPU in a process group of its own, and the calls a script makes to it."""
+"""One ``vllm serve`` on the CPU, in a process group of its own, and a script's calls to it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import triton.language as tl
 # Bytes that one program moves: four 16-byte words in flight for each of its 128 threads.
 TILE_BYTES = 8192
 MAX_PROGRAMS = (1 << 31) - 1  # CUDA's limit of the x dimension, the largest one
-_NUM_WARPS = 4
+NUM_WARPS = 4
 # A 16-byte word is two adjacent int64 of one thread, which Triton joins to one access.
 _ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -173,5 +173,5 @@ def _launch(
         run_pitch,
         num_tiles,
         **kernel_constants(word_bytes, to_slots=to_slots),
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
     )

@@ -26,9 +26,7 @@ def first_needed_token(rule: ReuseRule, boundary: int, local_tokens: int) -> int
     return max(local_tokens, boundary - rule.history_tokens(boundary))
 
 
-def needed_chunks(
-    rule: ReuseRule, boundary: int, local_tokens: int, chunk_tokens: int
-) -> range:
+def needed_chunks(rule: ReuseRule, boundary: int, local_tokens: int, chunk_tokens: int) -> range:
     """Indices of the chunks whose objects are needed to resume at ``boundary``."""
     end_chunk = boundary // chunk_tokens
     if rule.kind is ReuseKind.STATE:

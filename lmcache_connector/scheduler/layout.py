@@ -115,6 +115,4 @@ class CacheLayout:
     def largest_object_bytes(self) -> int:
         """Bytes of the largest single object of any shard."""
         ends = range(self.chunk_tokens, 65 * self.chunk_tokens, self.chunk_tokens)
-        return max(
-            size for group in self.groups for end in ends for size in group.shard_bytes(end)
-        )
+        return max(size for group in self.groups for end in ends for size in group.shard_bytes(end))

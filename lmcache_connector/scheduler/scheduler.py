@@ -72,7 +72,8 @@ class CacheScheduler:
         self._ids = itertools.count(1)
         self._generation = 0
         self._watch = ServedWatch()
-        # The store's own totals as of the last take.
+        # The store's own figures as of the last take.
+        self._reported_used_bytes = -1
         self._evicted: dict[str, int] = {}
 
     @property
@@ -235,9 +236,7 @@ class CacheScheduler:
         num_ranks = self._layout.num_ranks if self._layout is not None else 1
         incarnation = self._store.pool_ref.incarnation if self._store is not None else ""
         op = LoadOp(load_id, request_id, incarnation, now + self._config.load_timeout, [])
-        pending = PendingLoad(
-            request_id, set(range(num_ranks)), [], external_tokens, 0, now
-        )
+        pending = PendingLoad(request_id, set(range(num_ranks)), [], external_tokens, 0, now)
         lookup = state.lookup if state is not None else None
         if state is None or lookup is None or lookup.boundary is None:
             return op, pending
@@ -284,9 +283,7 @@ class CacheScheduler:
                     stores.append(op)
         return StepMeta(self._store.pool_ref, stores, loads)
 
-    def _plan_store(
-        self, state: RequestState, step: StepView, end: int
-    ) -> allocate.StoreOp | None:
+    def _plan_store(self, state: RequestState, step: StepView, end: int) -> allocate.StoreOp | None:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
         assert self._layout is not None
         assert self._store is not None
@@ -340,9 +337,7 @@ class CacheScheduler:
             parts=parts,
             digests=[[None] * len(part.sizes) for part in parts],
         )
-        return allocate.StoreOp(
-            store_id, self._store.pool_ref.incarnation, objects[:kept]
-        )
+        return allocate.StoreOp(store_id, self._store.pool_ref.incarnation, objects[:kept])
 
     def _is_full(self, part: StorePart) -> bool:
         assert self._layout is not None
@@ -386,14 +381,11 @@ class CacheScheduler:
                 continue
             self._storing.discard((part.chunk_hash, part.group))
             written = [
-                0 if size == 0 else digest
-                for size, digest in zip(part.sizes, digests, strict=True)
+                0 if size == 0 else digest for size, digest in zip(part.sizes, digests, strict=True)
             ]
             if pending.generation == self._generation and None not in written:
                 whole = [digest for digest in written if digest is not None]
-                commits.append(
-                    Commit(part.index, part.chunk_hash, part.parent, part.group, whole)
-                )
+                commits.append(Commit(part.index, part.chunk_hash, part.parent, part.group, whole))
                 count_group(self.counters.stored_rows, part.group)
                 self._watch.observe_stored(sum(part.sizes), part.group)
             else:
@@ -491,12 +483,13 @@ class CacheScheduler:
         """Plain counters since the last call, with the pool's gauges."""
         if self._store is not None:
             stats = self._store.stats()
-            self.counters.pool_used_bytes = stats.used_bytes
-            self.counters.pool_capacity_bytes = stats.capacity_bytes
+            if stats.used_bytes != self._reported_used_bytes:
+                self._reported_used_bytes = stats.used_bytes
+                self.counters.pool_used_bytes = stats.used_bytes
+                self.counters.pool_capacity_bytes = stats.capacity_bytes
             for group, evicted in stats.evicted.items():
-                count_group(
-                    self.counters.evicted_rows, group, evicted - self._evicted.get(group, 0)
-                )
+                if new := evicted - self._evicted.get(group, 0):
+                    count_group(self.counters.evicted_rows, group, new)
             self._evicted = stats.evicted
         return self.counters.take()
 

@@ -8,11 +8,10 @@ pages are as fast as large ones, and no kernel waits for the bus.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,131 +19,24 @@ import numpy.typing as npt
 import torch
 
 from lmcache_connector.errors import ProtocolError
+from lmcache_connector.worker.staging import (
+    STAGING_ALIGNMENT,
+    PageJob,
+    StagingRing,
+    real_blocks,
+    split_job,
+)
 
-Int64Array = npt.NDArray[np.int64]
+__all__ = ["DeviceCopier", "PageJob"]
 
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-# Parts of the staging memory start at multiples of this: a line of the device's caches.
-_ALIGNMENT = 128
-_ENTRY_BYTES = 8  # of a kernel's int64 tables
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class PageJob:
-    """Blocks of one kernel group, and where each lies in its slot.
-
-    Run r of block b is ``run_bytes`` at ``run_addresses[r] + b * block_stride``. In its slot,
-    block n starts at ``slot_addresses[n]`` and its runs lie ``run_pitch`` bytes apart.
-    """
-
-    run_addresses: Int64Array  # [R]
-    block_stride: int
-    run_bytes: int
-    run_pitch: int
-    block_ids: Int64Array  # [N]; a negative one is skipped
-    slot_addresses: Int64Array  # [N]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block in its slot."""
-        return len(self.run_addresses) * self.run_pitch
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the kernel's tables in staging."""
-        return _align(_ENTRY_BYTES * (len(self.run_addresses) + 2 * len(self.block_ids)))
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that tables and blocks take in staging."""
-        return self.table_bytes + _align(len(self.block_ids) * self.block_bytes)
-
-
-def real_blocks(job: PageJob) -> PageJob:
-    """The job without its null blocks."""
-    real = job.block_ids >= 0
-    if real.all():
-        return job
-    return replace(job, block_ids=job.block_ids[real], slot_addresses=job.slot_addresses[real])
-
-
-def split_job(job: PageJob, area_bytes: int) -> Iterator[PageJob]:
-    """Cut a job into jobs that take ``area_bytes`` of staging at most: some of its blocks, or
-    some runs of them where one block is larger than that, or parts of a run."""
-    # What rounding adds to tables and to blocks.
-    room = area_bytes - 2 * _ALIGNMENT
-    num_runs = len(job.run_addresses)
-    per_block = job.block_bytes + 2 * _ENTRY_BYTES
-    if num_runs * _ENTRY_BYTES + per_block <= room:
-        count = (room - num_runs * _ENTRY_BYTES) // per_block
-        for first in range(0, len(job.block_ids), count):
-            yield replace(
-                job,
-                block_ids=job.block_ids[first : first + count],
-                slot_addresses=job.slot_addresses[first : first + count],
-            )
-    elif num_runs > 1:
-        count = max(1, (room - 2 * _ENTRY_BYTES) // (job.run_pitch + _ENTRY_BYTES))
-        for first in range(0, num_runs, count):
-            runs = replace(
-                job,
-                run_addresses=job.run_addresses[first : first + count],
-                slot_addresses=job.slot_addresses + first * job.run_pitch,
-            )
-            yield from split_job(runs, area_bytes)
-    else:
-        count = (room - 3 * _ENTRY_BYTES) // 16 * 16
-        for first in range(0, job.run_bytes, count):
-            nbytes = min(count, job.run_bytes - first)
-            part = replace(
-                job,
-                run_addresses=job.run_addresses + first,
-                run_bytes=nbytes,
-                run_pitch=-(-nbytes // 16) * 16,
-                slot_addresses=job.slot_addresses + first,
-            )
-            yield from split_job(part, area_bytes)
-
-
-class StagingRing:
-    """Hands out contiguous parts of ``capacity`` bytes and takes them back oldest first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._parts: deque[tuple[int, int]] = deque()  # [start, end), oldest first
-
-    def take(self, nbytes: int) -> int | None:
-        """Offset of ``nbytes`` free bytes; None, and nothing changed, when there is no room."""
-        assert nbytes > 0
-        start = self._find(nbytes)
-        if start is not None:
-            self._parts.append((start, start + nbytes))
-        return start
-
-    def _find(self, nbytes: int) -> int | None:
-        if not self._parts:
-            return 0 if nbytes <= self.capacity else None
-        oldest, end = self._parts[0][0], self._parts[-1][1]
-        if end <= oldest:  # wrapped: free is what lies between
-            return end if nbytes <= oldest - end else None
-        if nbytes <= self.capacity - end:
-            return end
-        return 0 if nbytes <= oldest else None
-
-    def release_oldest(self) -> None:
-        """Take back the part that was handed out first."""
-        self._parts.popleft()
 
 
 class _Segment(NamedTuple):
-    """Blocks that are contiguous in host memory: ``host`` goes to or from ``offset`` bytes after
-    the job's first block in staging."""
+    """Blocks of a job that are contiguous in host memory and in staging."""
 
     host: torch.Tensor
+    # Bytes from the job's first block in staging.
     offset: int
 
 
@@ -176,23 +68,27 @@ class _Extents:
         pairs = sorted((start, start + t.numel()) for start, t in self._tensors.items())
         self._bounds = np.array(pairs, np.int64).reshape(-1, 2)
 
-    def segments(self, job: PageJob) -> list[_Segment]:
-        """Host memory of the job's blocks, neighbours merged; never across two extents, which a
-        single copy must not span.
+    def check(self, job: PageJob) -> None:
+        """Require that every slot lies in pinned memory.
 
         Raises:
-            ProtocolError: a slot outside of all extents.
+            ProtocolError: names the slot that does not.
         """
+        bounds, slots = self._bounds, job.slot_addresses
+        extent = np.searchsorted(bounds[:, 0], slots, side="right") - 1
+        inside = extent >= 0
+        inside[inside] = slots[inside] + job.block_bytes <= bounds[extent[inside], 1]
+        if not inside.all():
+            raise ProtocolError(
+                f"slot at {int(slots[~inside][0]):#x} of {job.block_bytes} bytes is not in pinned "
+                "pool memory"
+            )
+
+    def segments(self, job: PageJob) -> list[_Segment]:
+        """Host memory of a checked job's blocks. Neighbours are merged, but never across two
+        extents: a single copy must not span two registrations."""
         bounds, slots, block_bytes = self._bounds, job.slot_addresses, job.block_bytes
         extent = np.searchsorted(bounds[:, 0], slots, side="right") - 1
-        outside = extent < 0
-        if not outside.any():
-            outside = slots + block_bytes > bounds[extent, 1]
-        if outside.any():
-            raise ProtocolError(
-                f"slot at {int(slots[outside][0]):#x} of {block_bytes} bytes is not in pinned "
-                f"pool memory"
-            )
         apart = (slots[1:] - slots[:-1] != block_bytes) | (extent[1:] != extent[:-1])
         firsts = [0, *(np.flatnonzero(apart) + 1).tolist()]
         segments = []
@@ -212,20 +108,34 @@ class _Area:
     freed: torch.cuda.Event | None = None
 
 
+class _Placed(NamedTuple):
+    piece: PageJob
+    area: _Area
+
+
+class _Stage(NamedTuple):
+    """One half of a copy: ``copy(piece, offset)`` runs with ``stream`` as the current one."""
+
+    stream: torch.cuda.Stream
+    copy: Callable[[PageJob, int], None]
+
+
 @dataclass(slots=True)
 class _Flight:
-    """A copy under way. ``tables`` are pinned and must outlive their upload."""
+    """A copy under way."""
 
     in_ring: bool
-    ended: torch.cuda.Event | None = None
+    # Pinned sources of uploads that may not have run yet.
     tables: list[torch.Tensor] = field(default_factory=list)
+    # Set once everything is on its stream.
+    ended: torch.cuda.Event | None = None
 
 
 class DeviceCopier:
     """Copies for one device through ``torch.cuda`` (CUDA and ROCm).
 
-    Half of the staging memory is a ring for stores, half serves loads in two alternating areas.
-    One thread, the one that launches the model, calls everything but ``register_extent``.
+    Half of the staging memory is a ring for stores, half serves loads in two areas that take
+    turns. One thread, the one that launches the model, calls everything but ``register_extent``.
     """
 
     def __init__(self, device: torch.device, staging_bytes: int = 64 << 20) -> None:
@@ -235,40 +145,41 @@ class DeviceCopier:
         self._kernels = paged_copy
         self._device = device
         self._extents = _Extents()
-        self._area_bytes = staging_bytes // 4 // _ALIGNMENT * _ALIGNMENT
+        self._area_bytes = staging_bytes // 4 // STAGING_ALIGNMENT * STAGING_ALIGNMENT
         self._ring = StagingRing(2 * self._area_bytes)
         self._load_areas = [_Area(2 * self._area_bytes), _Area(3 * self._area_bytes)]
         self._flights: dict[int, _Flight] = {}
         self._next_ticket = 0
-        with torch.cuda.device(device):
+        # Staging is written to in and out of inference mode: it must not be an inference tensor.
+        with torch.cuda.device(device), torch.inference_mode(False):
             self._staging = torch.empty(4 * self._area_bytes, dtype=torch.uint8, device=device)
-            # One stream for each direction of the bus, and one so that scattering a part of a
+            # One stream for each direction of the bus, and one so that scattering a piece of a
             # load overlaps the transfer of the next.
             self._to_host = torch.cuda.Stream(device)
             self._to_device = torch.cuda.Stream(device)
-            self._scatter = torch.cuda.Stream(device)
+            self._to_pages = torch.cuda.Stream(device)
             self._compile_kernels()
 
     def _compile_kernels(self) -> None:
         """Run both kernels on a null block, so that no step waits for the compiler."""
-        null = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        for copy in (self._kernels.gather_pages, self._kernels.scatter_pages):
-            copy(null, 16, 16, null, null, 16, word_bytes=16)
+        address = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for kernel in (self._kernels.gather_pages, self._kernels.scatter_pages):
+            kernel(address, 16, 16, address - 1, address, 16, word_bytes=16)
 
     # ---- pool memory ---------------------------------------------------------------------------
 
     def register_extent(self, address: int, nbytes: int) -> None:
-        """Pin host memory and accept slots in it. Takes about 0.5 s per GiB.
+        """Pin host memory and accept slots in it. Pinning takes up to 0.6 s per GiB.
 
         Call it on a helper thread: CUDA keeps a failure as the calling thread's last error, and
-        the model's next launch would report it as its own.
+        the next launch on the model's thread would report it as its own.
 
         Raises:
             OSError: the driver refused, with its reason.
         """
         with torch.cuda.device(self._device):
             status = _cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS)
-        _check(status, f"cannot pin {nbytes} bytes of pool memory")
+        _check_status(status, f"cannot pin {nbytes} bytes of pool memory")
         self._extents.add(address, nbytes)
 
     def unregister_extent(self, address: int) -> None:
@@ -280,7 +191,7 @@ class DeviceCopier:
         self._extents.remove(address)
         with torch.cuda.device(self._device):
             status = _cudart().cudaHostUnregister(address)
-        _check(status, "cannot unpin pool memory")
+        _check_status(status, "cannot unpin pool memory")
 
     # ---- copies --------------------------------------------------------------------------------
 
@@ -289,71 +200,70 @@ class DeviceCopier:
 
         Work that the current stream is given afterwards cannot change what is stored: pages are
         gathered on that stream, behind what it already holds. Only a store larger than the ring
-        makes it wait for the bus, for the part that does not fit. Padding between runs becomes 0.
+        makes it wait for the bus, and only for what does not fit. Padding between runs becomes 0.
 
         Raises:
             ProtocolError: a slot outside of the registered extents; nothing was started.
         """
-        self._collect()
-        jobs = [job for job in map(real_blocks, runs) if len(job.block_ids)]
-        self._check_slots(jobs)
+        jobs = self._checked(runs)
         total = sum(job.staged_bytes for job in jobs)
         if total == 0:
-            return self._ticket(None)
+            return self._issue(None)
+        self._collect()
         start = self._ring.take(min(total, self._ring.capacity))
         if start is None:
             return None
         flight = _Flight(in_ring=True)
-        compute = torch.cuda.current_stream(self._device)
 
         def gather(piece: PageJob, offset: int) -> None:
-            table = self._upload_table(flight, piece, offset)
+            flight.tables.append(self._upload_table(piece, offset))
             if piece.run_pitch != piece.run_bytes:
                 self._staged_blocks(piece, offset).zero_()
-            self._launch(self._kernels.gather_pages, piece, table, offset)
+            self._launch(self._kernels.gather_pages, piece, offset)
 
         def send(piece: PageJob, offset: int) -> None:
             blocks = self._staged_blocks(piece, offset)
             for host, begin in self._extents.segments(piece):
                 host.copy_(blocks[begin : begin + host.numel()], non_blocking=True)
 
-        if total > self._ring.capacity:
-            areas = [_Area(0), _Area(self._area_bytes)]
-            plan = self._alternate(jobs, areas)
-        else:
-            plan = _line_up(jobs, start)
-        self._pipeline(flight, plan, (compute, gather), (self._to_host, send))
-        return self._ticket(flight)
+        compute = torch.cuda.current_stream(self._device)
+        plan = (
+            _line_up(jobs, start)
+            if total <= self._ring.capacity
+            else self._alternate(jobs, [_Area(0), _Area(self._area_bytes)])
+        )
+        flight.ended = _pipeline(plan, _Stage(compute, gather), _Stage(self._to_host, send))
+        return self._issue(flight)
 
     def load(self, runs: Sequence[PageJob]) -> int:
-        """Copy slots to pages, behind what the current stream holds now; a ticket. Nothing on
-        the current stream waits for it: pages must not be read before the ticket is done.
+        """Copy slots to pages, behind what the current stream holds now; a ticket.
+
+        Nothing on the current stream waits for it: pages must not be read before it is done.
 
         Raises:
             ProtocolError: a slot outside of the registered extents; nothing was started.
         """
-        self._collect()
-        jobs = [job for job in map(real_blocks, runs) if len(job.block_ids)]
-        self._check_slots(jobs)
+        jobs = self._checked(runs)
         if not jobs:
-            return self._ticket(None)
+            return self._issue(None)
         flight = _Flight(in_ring=False)
-        # Slots are free to read at once; pages only behind the current stream's work.
-        self._scatter.wait_stream(torch.cuda.current_stream(self._device))
 
         def fetch(piece: PageJob, offset: int) -> None:
-            self._upload_table(flight, piece, offset)
+            flight.tables.append(self._upload_table(piece, offset))
             blocks = self._staged_blocks(piece, offset)
             for host, begin in self._extents.segments(piece):
                 blocks[begin : begin + host.numel()].copy_(host, non_blocking=True)
 
         def scatter(piece: PageJob, offset: int) -> None:
-            table = self._staged_table(piece, offset)
-            self._launch(self._kernels.scatter_pages, piece, table, offset)
+            self._launch(self._kernels.scatter_pages, piece, offset)
 
+        # Only pages are behind the current stream's work: slots can be read at once.
+        self._to_pages.wait_stream(torch.cuda.current_stream(self._device))
         plan = self._alternate(jobs, self._load_areas)
-        self._pipeline(flight, plan, (self._to_device, fetch), (self._scatter, scatter))
-        return self._ticket(flight)
+        flight.ended = _pipeline(
+            plan, _Stage(self._to_device, fetch), _Stage(self._to_pages, scatter)
+        )
+        return self._issue(flight)
 
     def done(self, ticket: int) -> bool:
         """Whether the copy has ended. Does not wait."""
@@ -365,7 +275,6 @@ class DeviceCopier:
         flight = self._flights.get(ticket)
         if flight is not None and flight.ended is not None:
             flight.ended.synchronize()
-        self._collect()
 
     def close(self) -> None:
         """Wait for every copy, then unpin all extents.
@@ -373,7 +282,112 @@ class DeviceCopier:
         Raises:
             OSError: the driver refused, with its reason.
         """
-        for ticket in list(self._flights):
+        for ticket in self._flights:
             self.wait(ticket)
         for address in self._extents.addresses():
             self.unregister_extent(address)
+
+    # ---- parts of a copy -----------------------------------------------------------------------
+
+    def _checked(self, runs: Sequence[PageJob]) -> list[PageJob]:
+        jobs = [job for job in map(real_blocks, runs) if len(job.block_ids)]
+        for job in jobs:
+            self._extents.check(job)
+        return jobs
+
+    def _issue(self, flight: _Flight | None) -> int:
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        if flight is not None:
+            self._flights[ticket] = flight
+        return ticket
+
+    def _collect(self) -> None:
+        """Forget the copies that have ended. Stores end in order, so that each one seen to have
+        ended frees the oldest part of the ring."""
+        for ticket, flight in list(self._flights.items()):
+            if flight.ended is not None and flight.ended.query():
+                del self._flights[ticket]
+                if flight.in_ring:
+                    self._ring.release_oldest()
+
+    def _alternate(self, jobs: Sequence[PageJob], areas: Sequence[_Area]) -> Iterator[_Placed]:
+        """Jobs of any size, cut to use the areas in turn."""
+        turns = itertools.cycle(areas)
+        for job in jobs:
+            for piece in split_job(job, self._area_bytes):
+                yield _Placed(piece, next(turns))
+
+    def _staged_table(self, piece: PageJob, offset: int) -> torch.Tensor:
+        count = len(piece.run_addresses) + 2 * len(piece.block_ids)
+        return self._staging[offset : offset + 8 * count].view(torch.int64)
+
+    def _staged_blocks(self, piece: PageJob, offset: int) -> torch.Tensor:
+        start = offset + piece.table_bytes
+        return self._staging[start : start + len(piece.block_ids) * piece.block_bytes]
+
+    def _staged_addresses(self, piece: PageJob, offset: int) -> npt.NDArray[np.int64]:
+        """[N] where each block lies in staging, which is the kernels' slot."""
+        first = self._staging.data_ptr() + offset + piece.table_bytes
+        return first + np.arange(len(piece.block_ids), dtype=np.int64) * piece.block_bytes
+
+    def _upload_table(self, piece: PageJob, offset: int) -> torch.Tensor:
+        """Put the kernels' tables in front of the piece's blocks; their pinned source."""
+        slots = self._staged_addresses(piece, offset)
+        table = np.concatenate((piece.run_addresses, piece.block_ids, slots))
+        pinned = torch.from_numpy(table).pin_memory()
+        self._staged_table(piece, offset).copy_(pinned, non_blocking=True)
+        return pinned
+
+    def _launch(self, kernel: Callable[..., None], piece: PageJob, offset: int) -> None:
+        num_runs, num_blocks = len(piece.run_addresses), len(piece.block_ids)
+        runs, ids, slots = self._staged_table(piece, offset).split(
+            [num_runs, num_blocks, num_blocks]
+        )
+        word_bytes = self._kernels.word_bytes_of(
+            piece.run_addresses,
+            piece.block_stride,
+            piece.run_bytes,
+            self._staged_addresses(piece, offset),
+            piece.run_pitch,
+        )
+        kernel(
+            runs,
+            piece.block_stride,
+            piece.run_bytes,
+            ids,
+            slots,
+            piece.run_pitch,
+            word_bytes=word_bytes,
+        )
+
+
+def _line_up(jobs: Sequence[PageJob], start: int) -> Iterator[_Placed]:
+    """Whole jobs one after the other from ``start``."""
+    for job in jobs:
+        yield _Placed(job, _Area(start))
+        start += job.staged_bytes
+
+
+def _pipeline(plan: Iterable[_Placed], first: _Stage, second: _Stage) -> torch.cuda.Event:
+    """Put both stages of every piece on their streams; the event that ends the last one."""
+    for piece, area in plan:
+        if area.freed is not None:
+            first.stream.wait_event(area.freed)
+        with torch.cuda.stream(first.stream):
+            first.copy(piece, area.offset)
+        second.stream.wait_stream(first.stream)
+        with torch.cuda.stream(second.stream):
+            second.copy(piece, area.offset)
+        area.freed = second.stream.record_event()
+    assert area.freed is not None
+    return area.freed
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _check_status(status: Any, what: str) -> None:
+    if status != _cudart().cudaError.success:
+        raise OSError(f"{what}: {_cudart().cudaGetErrorString(status)}")

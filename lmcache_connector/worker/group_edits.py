@@ -82,6 +82,11 @@ def page_view(
 
 
 def _check_bytes(spec: LayerSpec, tensor: torch.Tensor, num_blocks: int) -> None:
+    if min(spec.num_heads, spec.slots_per_block, spec.page_bytes) < 1:
+        raise GeometryError(
+            f"layer {spec.name}: a spec of {spec.num_heads} heads, {spec.slots_per_block} slots "
+            f"and {spec.page_bytes} bytes in a block holds nothing ({describe(tensor)})"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != spec.dtype:
         raise GeometryError(
@@ -98,12 +103,16 @@ def _check_bytes(spec: LayerSpec, tensor: torch.Tensor, num_blocks: int) -> None
 def _explains(
     axes: tuple[str, ...], spec: LayerSpec, tensor: torch.Tensor, num_blocks: int
 ) -> bool:
-    """Whether the spec accounts for every axis of the tensor read as ``axes``."""
-    if len(axes) != tensor.dim() or ("NH" not in axes and spec.num_heads != 1):
+    """Whether the spec accounts for every axis of the tensor read as ``axes``.
+
+    The tensor has as many bytes as the spec's pages, so that a size that is not said here (heads
+    in ``[NB,BS,HS]``) or does not divide (slots by kernel blocks) shows in another axis.
+    """
+    if len(axes) != tensor.dim():
         return False
     entries = tensor.shape[axes.index("NB")]
     ratio = entries // num_blocks
-    if ratio == 0 or entries % num_blocks or spec.slots_per_block % ratio:
+    if ratio == 0 or entries % num_blocks:
         return False
     planes = 2 if "KV" in axes else 1
     cells = planes * spec.num_heads * spec.slots_per_block

@@ -85,7 +85,6 @@ def contiguous_pieces(name: str, tensor: torch.Tensor) -> tuple[npt.NDArray[np.i
     offsets = np.zeros(1, dtype=np.int64)
     for stride, size in axes:
         offsets = np.add.outer(np.arange(size, dtype=np.int64) * stride, offsets).ravel()
-    offsets.sort()
     return offsets, piece_bytes
 
 
@@ -168,7 +167,7 @@ def merge_layer_runs(layers: Sequence[LayerRuns]) -> tuple[PageRuns, str]:
     head = layers[0]
     for layer in layers:
         assert layer.block_stride == head.block_stride, (layer.name, head.name)
-        if layer.run_bytes != head.run_bytes or len(layer.addresses) != len(head.addresses):
+        if layer.run_bytes != head.run_bytes:
             raise GeometryError(
                 f"pages of one shape fall into different pieces: layer {head.name} into "
                 f"{len(head.addresses)} of {head.run_bytes} bytes, layer {layer.name} into "

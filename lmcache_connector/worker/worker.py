@@ -144,7 +144,6 @@ class CacheWorker:
         ticket = self._copier.store(jobs.build(), _present(checks))
         return None if ticket is None else _Running(ticket, started, checks)
 
-
     def _add_object(
         self, jobs: _JobBuilder, client: PoolClient, obj: ObjectOp, *, storing: bool
     ) -> SlotCheck | None:
@@ -218,17 +217,13 @@ def _present(checks: Sequence[SlotCheck | None]) -> list[SlotCheck]:
     return [check for check in checks if check is not None]
 
 
-def _count_bytes(
-    counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running
-) -> None:
+def _count_bytes(counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running) -> None:
     for obj, check in zip(objects, running.checks, strict=True):
         if check is not None:
             count_group(counter, obj.group, check.nbytes)
 
 
-def _corrupt_objects(
-    checks: Sequence[SlotCheck | None], digests: Sequence[int]
-) -> list[int]:
+def _corrupt_objects(checks: Sequence[SlotCheck | None], digests: Sequence[int]) -> list[int]:
     found = iter(digests)
     return [
         index

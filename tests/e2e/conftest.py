@@ -46,7 +46,11 @@ class Engine:
         ours.settimeout(300)
         self._socket = ours
         self._stream = ours.makefile("rw")
-        self._call({"start": arguments})
+        try:
+            self._call({"start": arguments})
+        except BaseException:
+            self.close()
+            raise
 
     def _call(self, command: dict[str, Any]) -> Any:
         try:
@@ -89,7 +93,8 @@ class Engine:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.close()
+            self._stream.close()
+        self._socket.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)

@@ -23,6 +23,67 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
+def poison(worker: Any, group: str, rank: int | None = None) -> None:
+    """On a worker: flip bits of every object of ``group`` before it is loaded, behind the check.
+    ``rank`` limits it to one. The pool keeps what it had; ``unpoison`` ends it."""
+    import ctypes
+
+    import numpy
+
+    from lmcache_connector.worker import transfer
+    from lmcache_connector.worker import worker as module
+
+    builder, check = module._JobBuilder, transfer.SlotCheck
+    add, digest = builder.add, check.digest
+    saved: list[tuple[int, bytes]] = []
+
+    def poisoned_add(self: Any, obj_group: Any, obj: Any, slot: Any, base: int, **how: Any) -> Any:
+        ours = rank is None or self._geometry.rank == rank
+        if obj_group.tag == group and not how["whole"] and ours:
+            content = (ctypes.c_uint8 * slot.nbytes).from_address(base)
+            saved.append((base, bytes(content)))
+            numpy.frombuffer(content, dtype=numpy.uint8)[:] ^= 0x40
+        return add(self, obj_group, obj, slot, base, **how)
+
+    def unpoison() -> int:
+        builder.add, check.digest = add, digest
+        for base, content in saved:
+            ctypes.memmove(base, content, len(content))
+        return len(saved)
+
+    builder.add = poisoned_add
+    check.digest = lambda self: self.expected if self.expected is not None else digest(self)
+    module.unpoison = unpoison
+
+
+def unpoison(worker: Any) -> int:
+    """On a worker: end ``poison``; how many objects it touched."""
+    from lmcache_connector.worker import worker as module
+
+    return int(module.unpoison())
+
+
+def fail_checks(worker: Any, rank: int) -> None:
+    """On a worker: every load's check fails on one rank, until ``pass_checks``."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from lmcache_connector.worker import transfer
+
+    if get_kv_transfer_group().worker_side._worker.geometry.rank == rank:
+        digest = transfer.SlotCheck.digest
+        transfer.SlotCheck.digest = lambda self: digest(self) ^ (self.expected is not None)
+        transfer.original = digest
+
+
+def pass_checks(worker: Any) -> None:
+    """On a worker: end ``fail_checks``."""
+    from lmcache_connector.worker import transfer
+
+    if hasattr(transfer, "original"):
+        transfer.SlotCheck.digest = transfer.original
+        del transfer.original
+
+
 class Host:
     """Helpers for the tests' sources."""
 
@@ -68,6 +129,20 @@ class Host:
             )
         return answers
 
+    def on_workers(self, function: Any, *args: Any) -> list[Any]:
+        """Call one of the functions above on every worker."""
+        return self.llm.collective_rpc(function, args=args)
+
+    def generate_poisoned(self, prompt: list[int], group: str, max_tokens: int) -> dict[str, Any]:
+        """The answer when one group's bytes are wrong."""
+        self.on_workers(poison, group)
+        try:
+            answer = self.generate([prompt], max_tokens)[0]
+        finally:
+            touched = self.on_workers(unpoison)
+        assert min(touched) > 0, "nothing of the group was loaded"
+        return answer
+
     @property
     def core(self) -> Any:
         """The engine core, when it lives in this process."""
@@ -105,7 +180,8 @@ class Host:
         stats = self.engine.stats()
         assert stats.pinned_rows == 0, stats
         assert stats.leases == 0, stats
-        assert not self.core.scheduler.has_requests()
+        assert not self.core.scheduler.has_unfinished_requests()
+        assert not self.connector.has_pending_push_work()
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return {
             "rows": stats.rows,
@@ -125,7 +201,7 @@ def main() -> None:
                 host.start(command["start"])
                 answer: dict[str, Any] = {"result": None}
             else:
-                names: dict[str, Any] = {"host": host, "args": command["args"], "result": None}
+                names = {**globals(), "host": host, "args": command["args"], "result": None}
                 names["llm"] = host.llm
                 exec(compile(command["run"], "<test>", "exec"), names)
                 answer = {"result": names["result"]}

@@ -23,9 +23,7 @@ def tolerance(family: str) -> float:
 
 def assert_same(family: str, cold: dict[str, Any], restored: dict[str, Any]) -> None:
     assert restored["tokens"] == cold["tokens"]
-    worst = max(
-        abs(a - b) for a, b in zip(cold["logprobs"], restored["logprobs"], strict=True)
-    )
+    worst = max(abs(a - b) for a, b in zip(cold["logprobs"], restored["logprobs"], strict=True))
     assert worst <= tolerance(family)
 
 
@@ -122,40 +120,12 @@ def test_poisoned_group_shows(
     bed.fill(prompt)
     for group in tiny_models.FAMILIES[bed.family].groups:
         bed.engine.reset_local()
-        bed.engine.run(
-            """
-from lmcache_connector.worker import worker as module
-builder = module._JobBuilder
-inner = builder.add
-def add(self, group, obj, slot, base, *, whole):
-    if group.tag == args["group"] and not whole:
-        import ctypes, numpy
-        view = (ctypes.c_uint8 * slot.nbytes).from_address(base)
-        host.saved.append((base, bytes(view)))
-        numpy.frombuffer(view, dtype=numpy.uint8)[:] ^= 0x40
-    return inner(self, group, obj, slot, base, whole=whole)
-host.saved = []
-from lmcache_connector.worker import transfer
-digest = transfer.SlotCheck.digest
-transfer.SlotCheck.digest = lambda self: (
-    self.expected if self.expected is not None else digest(self)
-)
-builder.add = add
-try:
-    result = host.generate([args["prompt"]], 32)[0]
-finally:
-    builder.add = inner
-    transfer.SlotCheck.digest = digest
-    import ctypes
-    for base, content in host.saved:
-        ctypes.memmove(base, content, len(content))
-assert host.saved, "nothing of the group was loaded"
-host.poisoned = result
-""",
-            group=group,
+        poisoned = bed.engine.run(
+            "result = host.generate_poisoned(args['prompt'], args['group'], args['tokens'])",
             prompt=prompt,
+            group=group,
+            tokens=TOKENS,
         )
-        poisoned = bed.engine.run("result = host.poisoned")
         with pytest.raises(AssertionError):
             assert_same(bed.family, cold, poisoned)
     bed.engine.reset_local()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.chunk_size import ChunkChoice, choose_chunk_size
@@ -83,6 +83,7 @@ def test_a_model_without_cacheable_groups_is_refused(groups: list[EngineGroupSpe
         choose_chunk_size(groups)
 
 
+@settings(deadline=None)
 @given(
     blocks=st.lists(st.integers(1, 96), min_size=1, max_size=4),
     configured=st.integers(1, 4096),

@@ -152,12 +152,12 @@ def test_an_indexer_page_is_bytes() -> None:
     [
         # Kernel blocks that do not divide the slots.
         (
-            torch.empty(NB * 2, 1, 4, 4, dtype=torch.bfloat16),
-            attention(slots=8, heads=1, content=4, page_bytes=80),
+            torch.empty(NB * 4, 4, 2, 4, dtype=torch.bfloat16),
+            attention(slots=2, heads=4, content=16),
         ),
         (
-            torch.empty(NB * 4, NH, 2, 8, dtype=torch.bfloat16),
-            attention(slots=4, heads=4, content=8),
+            torch.empty(NB * 2, 1, 1, 6, dtype=torch.bfloat16),
+            attention(slots=3, heads=1, content=4),
         ),
         # As many bytes, but not these heads and slots.
         (torch.empty(NB, NH * 2, BS // 2, 8, dtype=torch.bfloat16), attention()),
@@ -166,6 +166,8 @@ def test_an_indexer_page_is_bytes() -> None:
         # Blocks neither first nor behind the planes of K and V.
         (torch.empty(NH, NB, BS, 8, dtype=torch.bfloat16), attention()),
         (torch.empty(NH, BS, NB, 8, dtype=torch.bfloat16), attention()),
+        # A spec whose blocks hold less than one slot.
+        (torch.empty(NB, 1, 0, 8, dtype=torch.bfloat16), attention(slots=0, heads=1)),
         # Bytes or dtype of another spec.
         (torch.empty(NB + 1, NH, BS, 8, dtype=torch.bfloat16), attention()),
         (torch.empty(NB, NH, BS, 8, dtype=torch.float16), attention()),
@@ -175,6 +177,12 @@ def test_an_indexer_page_is_bytes() -> None:
 def test_what_the_spec_does_not_explain_is_refused(tensor: torch.Tensor, spec: LayerSpec) -> None:
     with pytest.raises(GeometryError, match=r"layer attn: .*\[.*\] with strides \["):
         page_view(spec, tensor, NB)
+
+
+def test_bytes_that_do_not_match_the_spec_are_counted_in_the_message() -> None:
+    tensor = torch.empty(NB + 1, NH, BS, 8, dtype=torch.bfloat16)
+    with pytest.raises(GeometryError, match=r"holds 1536 bytes, expected 5 blocks x 256 .* 1280"):
+        page_view(attention(), tensor, NB)
 
 
 # ---- recurrent state ----------------------------------------------------------------------------
@@ -259,5 +267,5 @@ def test_states_that_are_not_one_range_are_refused(reason: str) -> None:
 
 def test_a_list_is_no_attention_cache() -> None:
     halves = [torch.empty(NB, BS, NH, HS, dtype=torch.bfloat16) for _ in range(2)]
-    with pytest.raises(GeometryError, match="layer attn: 2 tensors .* without state"):
+    with pytest.raises(GeometryError, match=r"layer attn: 2 tensors .* without state"):
         page_view(attention(), halves, NB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.errors import GeometryError
@@ -103,6 +103,7 @@ def test_layer_indices_must_be_registered_once(layers: tuple[int, ...], message:
         get_engine_group_indices([EngineGroupInfo(0, layers)], 5)
 
 
+@settings(deadline=None)
 @given(
     blocks=st.lists(st.sampled_from([0, 4, 8, 64]), min_size=1, max_size=4),
     start=st.integers(0, 6),
@@ -148,6 +149,7 @@ def test_scratch_groups_have_no_slice() -> None:
 # ---- wire format --------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -200,6 +202,7 @@ def asked_tokens(rule: ReuseRule, boundary: int) -> range:
             return range(0)
 
 
+@settings(deadline=None)
 @given(rule=RULES, tokens_per_block=st.integers(1, 12), blocks_per_chunk=st.integers(1, 6))
 def test_a_chunk_keeps_every_block_that_a_boundary_can_ask_and_none_more(
     rule: ReuseRule, tokens_per_block: int, blocks_per_chunk: int
@@ -220,6 +223,7 @@ def test_a_chunk_keeps_every_block_that_a_boundary_can_ask_and_none_more(
         assert count == 0 or start + count == end // tokens_per_block
 
 
+@settings(deadline=None)
 @given(rule=RULES, boundary=st.integers(0, 500))
 def test_history_is_the_range_before_the_boundary(rule: ReuseRule, boundary: int) -> None:
     assert rule.history_tokens(boundary) == len(asked_tokens(rule, boundary))

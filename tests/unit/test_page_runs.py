@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.errors import GeometryError
@@ -55,6 +55,7 @@ def run_bytes_set(runs: PageRuns, block: int) -> list[int]:
     ]
 
 
+@settings(deadline=None)
 @given(strided_tensors())
 def test_pieces_are_the_bytes_of_the_tensor_in_address_order(tensor: torch.Tensor) -> None:
     offsets, piece_bytes = contiguous_pieces("a", tensor)
@@ -64,6 +65,7 @@ def test_pieces_are_the_bytes_of_the_tensor_in_address_order(tensor: torch.Tenso
     assert covered == sorted(byte_set(tensor))
 
 
+@settings(deadline=None)
 @given(strided_tensors())
 def test_every_block_of_a_layer_is_found_by_its_stride(tensor: torch.Tensor) -> None:
     page_bytes = tensor[0].numel() * tensor.element_size()
@@ -94,6 +96,13 @@ def test_page_runs_cannot_be_changed() -> None:
 def test_a_page_of_another_size_than_its_spec_is_refused() -> None:
     with pytest.raises(GeometryError, match=r"layer a: .*\[4, 16\].* holds 64 bytes, .* 60"):
         layer_runs("a", torch.empty(4, 16), 60)
+
+
+def test_a_page_outside_its_storage_is_refused() -> None:
+    pages = torch.empty(4, 16)
+    pages.untyped_storage().resize_(255)
+    with pytest.raises(GeometryError, match=r"layer a: .* leaves its storage"):
+        layer_runs("a", pages, 64)
 
 
 def test_a_page_in_too_many_pieces_is_refused_with_the_layouts_that_help() -> None:
@@ -151,6 +160,7 @@ def test_a_whole_block_of_all_layers_is_one_run() -> None:
         # Runs have one length: two pages and one page become three single ones.
         ("abxc", "abc", [("a", 1), ("b", 1), ("c", 1)]),
         ("abcdxef", "abcdef", [("a", 2), ("c", 2), ("e", 2)]),
+        ("abcdxefghij", "abcdefghij", [("a", 2), ("c", 2), ("e", 2), ("g", 2), ("i", 2)]),
         # The order is the layers', not the addresses'.
         ("b.a", "ab", [("a", 1), ("b", 1)]),
         ("ba", "ab", [("b", 2)]),
@@ -218,6 +228,7 @@ def bytes_of(layer: LayerRuns) -> list[int]:
     ]
 
 
+@settings(deadline=None)
 @given(layers_in_one_buffer())
 def test_layers_that_share_a_byte_never_pass(layers: list[LayerRuns]) -> None:
     touched = [byte for layer in layers for byte in bytes_of(layer)]
@@ -226,6 +237,7 @@ def test_layers_that_share_a_byte_never_pass(layers: list[LayerRuns]) -> None:
             check_disjoint(layers)
 
 
+@settings(deadline=None)
 @given(
     slots=st.permutations("abcde.."),
     outer=st.booleans(),
@@ -249,6 +261,16 @@ def test_layers_of_several_page_sizes_pass_in_regions_of_their_own() -> None:
     check_disjoint([*views, LayerRuns("c", np.array([36]), 8, 8, 3, 0)])
     with pytest.raises(GeometryError, match="layers b and c overlap"):
         check_disjoint([*views, LayerRuns("c", np.array([35]), 8, 8, 3, 0)])
+
+
+def test_layers_that_meet_in_later_blocks_only_are_refused() -> None:
+    long = LayerRuns("a", np.array([0]), 2, 8, 4, 0)
+    with pytest.raises(GeometryError, match="layers a and b overlap: blocks of 6 bytes"):
+        check_disjoint([long, LayerRuns("b", np.array([4]), 2, 6, 4, 0)])  # at byte 16
+    short = LayerRuns("b", np.array([4]), 2, 8, 1, 0)
+    check_disjoint([long, short])
+    with pytest.raises(GeometryError, match="layers b and c overlap"):
+        check_disjoint([long, short, LayerRuns("c", np.array([8]), 2, 8, 1, 0)])
 
 
 def test_blocks_that_overlap_the_next_block_are_refused() -> None:

@@ -7,17 +7,15 @@ the engine's buffer is found by plain index arithmetic on a tensor that holds it
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_connector.triton_kernels.reference import gather_pages, scatter_pages
 
-from lmcache_connector.errors import GeometryError
 from lmcache_connector.groups import (
     FULL,
     STATE,
@@ -26,8 +24,11 @@ from lmcache_connector.groups import (
     LayerSpec,
     ReuseKind,
     ReuseRule,
+    align_up,
     validate_geometry,
 )
+from lmcache_connector.triton_kernels.reference import gather_pages, scatter_pages
+from lmcache_connector.worker.page_runs import PageRuns
 from lmcache_connector.worker.register import (
     RankFacts,
     RegisteredCache,
@@ -155,29 +156,21 @@ class Model:
         return -(-end // 16) * 16
 
     def _states(self, family: Family, view: torch.Tensor, offset: int) -> list[torch.Tensor]:
-        stride = view.stride(0) * family.item
         parts = []
         for number, nbytes in enumerate(family.states):
             dtype = (torch.bfloat16, torch.float32)[number % 2]
-            parts.append(
-                self.buffer.view(dtype).as_strided(
-                    (self.num_blocks, nbytes // dtype.itemsize),
-                    (stride // dtype.itemsize, 1),
-                    offset // dtype.itemsize,
-                )
-            )
+            shape = (self.num_blocks, nbytes // dtype.itemsize)
+            steps = (view.stride(0) // dtype.itemsize, 1)
+            typed = self.buffer.view(dtype)
+            parts.append(typed.as_strided(shape, steps, offset // dtype.itemsize))
             offset += nbytes
         return parts
 
     def register(self, ranks: RankFacts | None = None) -> Registration:
-        blocks = [
-            layer.tokens_per_block
-            for group in self.groups
-            if group.cacheable
-            for layer in group.layers
-        ]
+        layers = [layer for group in self.groups if group.cacheable for layer in group.layers]
+        chunk = math.lcm(*(layer.tokens_per_block for layer in layers))
         return register_kv_caches(
-            self.groups, self.caches, self.num_blocks, math.lcm(*blocks), ranks or RankFacts()
+            self.groups, self.caches, self.num_blocks, chunk, ranks or RankFacts()
         )
 
 
@@ -185,18 +178,12 @@ def build(
     plan: list[list[Family]], num_blocks: int, order: list[int] | None = None, fill: int = 0
 ) -> Model:
     """A model of these engine groups; ``order`` permutes the registration of its layers."""
-    room = 64 + 2 * max(
-        sum(
-            (f.page_bytes + (f.pad + f.gap) * f.item * 2 * f.heads * f.ratio + 64) * f.num_layers
-            for f in families
-        )
-        for families in plan
-    )
-    buffer = torch.from_numpy(
-        np.random.default_rng(fill).integers(0, 256, room * (num_blocks + 1), dtype=np.uint8)
-    )
-    # A multiple of every element size.
-    model = Model(num_blocks, buffer[: len(buffer) // 16 * 16])
+    layers = [family for families in plan for family in families for _ in range(family.num_layers)]
+    # More than enough: padding may come once in each plane and head.
+    room = sum(f.page_bytes + 2 * f.heads * (f.pad + f.gap) * f.item + 16 for f in layers)
+    nbytes = align_up(room, 16) * (num_blocks + 1)
+    random = np.random.default_rng(fill).integers(0, 256, nbytes, dtype=np.uint8)
+    model = Model(num_blocks, torch.from_numpy(random))
     for families in plan:
         model.add_group(families)
     if order is not None:
@@ -214,6 +201,8 @@ def attention_families(draw: st.DrawFn) -> Family:
     # Kernel blocks lie a constant stride apart only in blocks without padding or other layers.
     splittable = order.startswith("L") and (order != "LHBNC" or heads == 1)
     ratio = draw(st.sampled_from([1, 1, 2])) if splittable else 1
+    # Compression and context-parallel ranks reach us in tokens_per_block only.
+    compression, ranks = draw(st.sampled_from([1, 4, 128])), draw(st.sampled_from([1, 2, 4]))
     return Family(
         layout=layout,
         num_layers=draw(st.integers(1, 3)),
@@ -224,17 +213,14 @@ def attention_families(draw: st.DrawFn) -> Family:
         ratio=ratio,
         pad=0 if ratio > 1 else draw(st.sampled_from([0, 0, 2])),
         gap=draw(st.sampled_from([0, 0, 4])),
-        # Compression (1, 4, 128) and context-parallel ranks (1, 2, 4) reach us in this only.
-        tokens_per_block=slots
-        * draw(st.sampled_from([1, 4, 128]))
-        * draw(st.sampled_from([1, 2, 4])),
+        tokens_per_block=slots * compression * ranks,
         rule=draw(st.sampled_from([FULL, ReuseRule(ReuseKind.WINDOW, 20)])),
     )
 
 
 @st.composite
 def state_families(draw: st.DrawFn) -> Family:
-    states = draw(st.sampled_from([(), (8, 24), (4, 4, 2)]))
+    states = draw(st.sampled_from([(), (8, 24), (4, 4, 4)]))
     content = sum(states) or draw(st.sampled_from([10, 33]))
     return Family(
         layout=draw(st.sampled_from(["LBHNC", "BLHNC"])),
@@ -247,7 +233,7 @@ def state_families(draw: st.DrawFn) -> Family:
         gap=-content % 16,
         tokens_per_block=draw(st.sampled_from([16, 640])),
         rule=STATE,
-        states=states if content % 4 == 0 else (),
+        states=states,
     )
 
 
@@ -264,10 +250,10 @@ def engine_groups(draw: st.DrawFn) -> list[Family]:
     return [draw(attention_families())]
 
 
-# ---- the property: what is copied, and what must not change ----------------------------------------
+# ---- the property: what is copied, and what must not change -------------------------------------
 
 
-def expected_page_bytes(model: Model, registration: Registration, index: int) -> list[str]:
+def layers_of(model: Model, registration: Registration, index: int) -> list[str]:
     names = list(model.caches)
     return [names[layer] for layer in registration.geometry.kernel_groups[index].layer_indices]
 
@@ -276,12 +262,22 @@ def check_runs(model: Model, registration: Registration) -> None:
     """Every block's runs are exactly the bytes of its layers' pages."""
     origin = model.buffer.data_ptr()
     for index, runs in enumerate(registration.runs):
-        layers = expected_page_bytes(model, registration, index)
+        layers = layers_of(model, registration, index)
         for block in range(model.num_blocks):
             starts = runs.run_addresses - origin + block * runs.block_stride
             covered = (starts[:, None] + np.arange(runs.run_bytes)).ravel()
             pages = np.concatenate([model.maps[name][block] for name in layers])
             assert np.array_equal(np.sort(covered), np.sort(pages))
+
+
+def copy(
+    copier: Callable[..., None],
+    runs: PageRuns,
+    block_ids: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+) -> None:
+    place = (runs.run_addresses, runs.block_stride, runs.run_bytes)
+    copier(*place, block_ids, slots, runs.run_pitch)
 
 
 def copy_group(
@@ -299,9 +295,7 @@ def copy_group(
     slots = np.full(count * distance + 32, 0xA5, dtype=np.uint8)
     shift = -slots.ctypes.data % 16
     addresses = slots.ctypes.data + shift + np.arange(count, dtype=np.int64) * distance
-    gather_pages(
-        out.run_addresses, out.block_stride, out.run_bytes, block_ids[0], addresses, out.run_pitch
-    )
+    copy(gather_pages, out, block_ids[0], addresses)
     written = np.zeros(len(slots), dtype=bool)
     for block in range(count):
         for run in range(group.num_runs):
@@ -309,20 +303,10 @@ def copy_group(
             written[begin : begin + group.run_bytes] = True
     assert (slots[~written] == 0xA5).all()
 
-    expected = target.buffer.numpy().copy()
-    for name in expected_page_bytes(source, registrations[0], index):
-        for from_block, to_block in zip(*block_ids, strict=True):
-            expected[target.maps[name][to_block]] = source.buffer.numpy()[
-                source.maps[name][from_block]
-            ]
-    scatter_pages(
-        back.run_addresses,
-        back.block_stride,
-        back.run_bytes,
-        block_ids[1],
-        addresses,
-        back.run_pitch,
-    )
+    original, expected = source.buffer.numpy(), target.buffer.numpy().copy()
+    for name in layers_of(source, registrations[0], index):
+        expected[target.maps[name][block_ids[1]]] = original[source.maps[name][block_ids[0]]]
+    copy(scatter_pages, back, block_ids[1], addresses)
     assert np.array_equal(target.buffer.numpy(), expected)
 
 
@@ -355,7 +339,7 @@ def test_every_layout_round_trips_between_two_engines_and_touches_nothing_else(
         copy_group(source, target, index, registrations, (ids[0], ids[1]))
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plan=st.lists(engine_groups(), min_size=1, max_size=3), data=st.data())
 def test_the_geometry_says_what_was_registered(
     plan: list[list[Family]], data: st.DataObject
@@ -419,7 +403,7 @@ def test_mla_and_its_indexer_are_two_kernel_groups_of_one_engine_group() -> None
 
 def test_mla_and_its_indexer_packed_in_one_block_do_not_touch_each_other() -> None:
     # [B][latent latent | index index]: one block stride, two page sizes.
-    model = Model(4, torch.zeros(4 * 1024, dtype=torch.uint8))
+    model = Model(4, torch.zeros(5 * 1024, dtype=torch.uint8))
     latent = Family("[NB,BS,C] packed", 2, 1, 8, 16, "bfloat16", pad=512 - 2 * 128)
     index = Family("[NB,BS,C] packed", 2, 1, 8, 12, "uint8", pad=1024 - 2 * 96)
     model._place(latent, ["latent.0", "latent.1"], 0)
@@ -496,49 +480,7 @@ def test_the_rank_and_backends_reach_the_geometry() -> None:
     assert (geometry.tp_rank, geometry.tp_size, geometry.backends) == (1, 2, ("flash",))
 
 
-# ---- refusals -----------------------------------------------------------------------------------
-
-
-def test_all_problems_come_at_once() -> None:
-    model = build([[FULL_FAMILY], [FULL_FAMILY]], 4)
-    del model.caches["group.0.0.0"]
-    model.caches["group.0.0.1"] = torch.zeros(4, 2, 16, 8, dtype=torch.float16)
-    model.caches["group.1.0.0"] = torch.zeros(4, 2, 15, 8, dtype=torch.bfloat16)
-    with pytest.raises(GeometryError) as caught:
-        model.register()
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 3
-    assert "group.0.0.0 of engine group 0 has no registered KV cache" in lines[0]
-    assert "group.0.0.1: float16 [4, 2, 16, 8]" in lines[1]
-    assert "group.1.0.0: bfloat16 [4, 2, 15, 8]" in lines[2]
-
-
-def test_two_layers_of_a_group_at_one_address_are_refused() -> None:
-    model = build([[FULL_FAMILY]], 4)
-    model.caches["group.0.0.1"] = model.caches["group.0.0.0"]
-    with pytest.raises(GeometryError, match=r"group\.0\.0\.0 and group\.0\.0\.1 overlap"):
-        model.register()
-
-
 def test_groups_that_share_storage_are_normal() -> None:
     registration = build([[FULL_FAMILY], [FULL_FAMILY]], 4).register()
     first, second = (runs.run_addresses.tolist() for runs in registration.runs)
     assert first == second
-
-
-def test_a_layer_of_two_engine_groups_is_refused() -> None:
-    model = build([[FULL_FAMILY]], 4)
-    model.groups.append(EngineGroupSpec(1, True, model.groups[0].layers[:1]))
-    with pytest.raises(GeometryError, match="named by two engine groups"):
-        model.register()
-
-
-def test_an_engine_without_blocks_is_refused() -> None:
-    with pytest.raises(GeometryError, match="0 KV cache blocks"):
-        register_kv_caches([], {}, 0, 256, RankFacts())
-
-
-def test_a_chunk_that_the_blocks_do_not_divide_is_refused() -> None:
-    model = build([[FULL_FAMILY]], 4)
-    with pytest.raises(GeometryError, match="no multiple of its 16-token blocks"):
-        register_kv_caches(model.groups, model.caches, 4, 24, RankFacts())

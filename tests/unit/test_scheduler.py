@@ -147,9 +147,7 @@ class World:
         self.pool = MemoryPool(pool_bytes)
         self.engine = StorageEngine(self.pool, self.layout.shards(), Service(self.pool))
         loaded = load_config(config, {})
-        self.params = RequestParams(
-            loaded.config.min_hit_tokens, loaded.config.max_offload_tokens
-        )
+        self.params = RequestParams(loaded.config.min_hit_tokens, loaded.config.max_offload_tokens)
         self.scheduler = CacheScheduler(
             loaded.config,
             lambda prints, nonce: namespace_digest({"prints": ",".join(prints), "nonce": nonce}),
@@ -166,9 +164,7 @@ class World:
             for group in range(self.num_groups)
         ]
 
-    def step(
-        self, requests: dict[Request, int], tables: dict[str, Any] | None = None
-    ) -> StepMeta:
+    def step(self, requests: dict[Request, int], tables: dict[str, Any] | None = None) -> StepMeta:
         def block_ids(request_id: str) -> Any:
             if tables and request_id in tables:
                 return tables[request_id]
@@ -308,9 +304,7 @@ def test_a_failed_load_is_not_answered_again_and_drops_corrupt_rows(world: World
 @pytest.mark.parametrize(
     "trouble", ["evicted", "shortened", "null block", "short table", "unknown request"]
 )
-def test_what_cannot_be_loaded_as_planned_is_reported_as_failed(
-    world: World, trouble: str
-) -> None:
+def test_what_cannot_be_loaded_as_planned_is_reported_as_failed(world: World, trouble: str) -> None:
     first = Request("a", prompt(1, 800))
     world.run_cold(first)
     world.scheduler.on_finished("a")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_connector.shape_spec import (
@@ -26,6 +26,7 @@ def test_the_seed_spec_is_read_and_written() -> None:
 SIZES = st.integers(1, 1 << 20)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(
