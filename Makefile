@@ -4,7 +4,6 @@ PY := $(VENV)/bin/python
 MODEL ?= gemma3
 VLLM ?= 0.30.0
 GPU_PYTHON ?= python3
-GPU_PATH := build/gpu-test
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo check test bench gpu-test test-vllm clean
@@ -30,13 +29,8 @@ test: check ## check, then kernels and real vLLM engines on the CPU
 bench: venv ## the benchmarks
 	@for script in benchmarks/*.py; do echo "==> $$script"; $(PY) $$script || exit 1; done
 
-# With nothing but torch, triton, numpy and pytest: the package is laid out as a wheel would
-# install it, and tests run from there so that the sources beside them are not found first.
-gpu-test: ## the kernels on this machine's GPU; needs no .venv, GPU_PYTHON=python3 has torch and triton
-	@rm -rf $(GPU_PATH) && mkdir -p $(GPU_PATH)
-	@cp -r lmcache_connector $(GPU_PATH) && cp -r triton_kernels $(GPU_PATH)/lmcache_connector
-	cd $(GPU_PATH) && $(GPU_PYTHON) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  $(CURDIR)/tests/kernels/test_on_gpu.py
+gpu-test: ## the kernels on this machine's GPU; no .venv: GPU_PYTHON=python3 has torch, triton, pytest
+	$(GPU_PYTHON) -m pytest tests/kernels/test_on_gpu.py
 
 test-vllm: ## the engine tests on another vLLM, in an environment of its own: VLLM=0.30.0
 	@scripts/setup_venv.sh .venv-vllm-$(VLLM) $(VLLM)

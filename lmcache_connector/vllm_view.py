@@ -341,8 +341,9 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
 def _commit(model_config: Any) -> str | None:
     """Resolved commit of a hub model, or the revision asked for (which the digest trusts only if
     it is a commit)."""
-    commit = getattr(model_config.hf_config, "_commit_hash", None)
-    return commit or model_config.revision
+    commit: str | None = getattr(model_config.hf_config, "_commit_hash", None)
+    revision: str | None = model_config.revision
+    return commit or revision
 
 
 # ---- requests and steps ---------------------------------------------------------------------

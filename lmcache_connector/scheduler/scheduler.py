@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_connector.config import Config, RequestParams
-from lmcache_connector.counters import Counters, count_group
+from lmcache_connector.counters import Counters
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain, TokenDatabase
 from lmcache_connector.log import init_logger, warn_every
@@ -21,6 +21,7 @@ from lmcache_connector.metadata import LoadOp, LoadReport, StepMeta, StoreReport
 from lmcache_connector.scheduler import allocate
 from lmcache_connector.scheduler.hit import servable_boundary
 from lmcache_connector.scheduler.layout import CacheLayout
+from lmcache_connector.scheduler.ledger import Ledger
 from lmcache_connector.scheduler.request import (
     Lookup,
     PendingLoad,
@@ -30,7 +31,6 @@ from lmcache_connector.scheduler.request import (
     StepView,
     StorePart,
 )
-from lmcache_connector.scheduler.watch import ServedWatch
 from lmcache_connector.storage.base import Commit, LookupState, Store
 
 logger = init_logger(__name__)
@@ -58,7 +58,7 @@ class CacheScheduler:
         self._namespace = namespace
         self._can_load = can_load
         self._can_store = can_store
-        self.counters = counters
+        self.ledger = Ledger(counters)
         self.null_block_id = 0
         self._store: Store | None = None
         self._layout: CacheLayout | None = None
@@ -71,10 +71,6 @@ class CacheScheduler:
         self._storing: set[tuple[bytes, str]] = set()
         self._ids = itertools.count(1)
         self._generation = 0
-        self._watch = ServedWatch()
-        # The store's own figures as of the last take.
-        self._reported_used_bytes = -1
-        self._evicted: dict[str, int] = {}
 
     @property
     def attached(self) -> bool:
@@ -158,7 +154,7 @@ class CacheScheduler:
             if reply.state is LookupState.PENDING:
                 if waited < self._config.lookup_timeout:
                     return False
-                self.counters.expired_lookups += 1
+                self.ledger.counters.expired_lookups += 1
             boundary = servable_boundary(
                 [group.rule for group in self._layout.groups],
                 reply.present,
@@ -175,16 +171,8 @@ class CacheScheduler:
         lookup.boundary = boundary
         if not state.counted:
             state.counted = True
-            self._count_lookup(lookup)
+            self.ledger.lookup(lookup)
         return True
-
-    def _count_lookup(self, lookup: Lookup) -> None:
-        assert lookup.boundary is not None
-        self.counters.lookups += 1
-        self.counters.asked_tokens += lookup.num_tokens - lookup.local_tokens
-        self.counters.hit_tokens += lookup.boundary - lookup.local_tokens
-        if warning := self._watch.observe_request():
-            logger.warning(warning)
 
     def _extend_chain(self, state: RequestState) -> bool:
         """Hash what is confirmed; False when the request's tokens cannot be keyed."""
@@ -318,7 +306,7 @@ class CacheScheduler:
             store_id, [part.sizes for part in parts], protect=parts[0].parent
         )
         kept = len(slots) if slots is not None else 0
-        self._count_dropped(parts[kept:])
+        self.ledger.dropped(parts[kept:])
         if any(self._is_full(part) for part in parts[kept:]):
             # Without this chunk nothing behind it can be served: the head keeps the room.
             state.next_chunk = _NO_CHUNK
@@ -377,7 +365,7 @@ class CacheScheduler:
         commits = []
         for part, digests in zip(pending.parts, pending.digests, strict=True):
             if part.chunk_hash is None:
-                self._count_dropped([part])
+                self.ledger.dropped([part])
                 continue
             self._storing.discard((part.chunk_hash, part.group))
             written = [
@@ -386,15 +374,10 @@ class CacheScheduler:
             if pending.generation == self._generation and None not in written:
                 whole = [digest for digest in written if digest is not None]
                 commits.append(Commit(part.index, part.chunk_hash, part.parent, part.group, whole))
-                count_group(self.counters.stored_rows, part.group)
-                self._watch.observe_stored(sum(part.sizes), part.group)
+                self.ledger.stored(part)
             else:
-                self._count_dropped([part])
+                self.ledger.dropped([part])
         self._store.complete_store(store_id, commits)
-
-    def _count_dropped(self, parts: Sequence[StorePart]) -> None:
-        for part in parts:
-            count_group(self.counters.dropped_rows, part.group)
 
     def _bind_keys(self, pending: PendingStore) -> None:
         """Give parts whose tokens were not known when the step was built their keys."""
@@ -428,28 +411,10 @@ class CacheScheduler:
         if state is not None and state.load_id == report.load_id:
             state.load_id = None
             state.bypass |= not pending.ok
-        self._count_load(pending)
-
-    def _count_load(self, pending: PendingLoad) -> None:
-        for index in pending.corrupt:
-            count_group(self.counters.corrupt_objects, pending.rows[index][1])
-        if pending.ok:
-            assert self._layout is not None
-            for group, tokens in allocate.tokens_by_group(
-                self._layout, pending.rows, pending.num_tokens
-            ).items():
-                count_group(self.counters.loaded_group_tokens, group, tokens)
-            self.counters.loaded_tokens += pending.num_tokens
-            self._watch.observe_served(pending.num_tokens)
-        else:
-            self.counters.failed_tokens += pending.num_tokens
-            warn_every(
-                logger,
-                "failed load",
-                60.0,
-                f"a load of {pending.num_tokens} tokens failed for request "
-                f"{pending.request_id}: its prompt is recomputed",
-            )
+        if not pending.ok:
+            self.ledger.load_failed(pending)
+        elif self._layout is not None:
+            self.ledger.loaded(pending, self._layout)
 
     # ---- ends ---------------------------------------------------------------------------------
 
@@ -480,18 +445,8 @@ class CacheScheduler:
             self._new_database(os.urandom(16).hex())
 
     def take_counters(self) -> dict[str, Any]:
-        """Plain counters since the last call, with the pool's gauges."""
-        if self._store is not None:
-            stats = self._store.stats()
-            if stats.used_bytes != self._reported_used_bytes:
-                self._reported_used_bytes = stats.used_bytes
-                self.counters.pool_used_bytes = stats.used_bytes
-                self.counters.pool_capacity_bytes = stats.capacity_bytes
-            for group, evicted in stats.evicted.items():
-                if new := evicted - self._evicted.get(group, 0):
-                    count_group(self.counters.evicted_rows, group, new)
-            self._evicted = stats.evicted
-        return self.counters.take()
+        """Plain counters since the last call."""
+        return self.ledger.take(self._store.stats() if self._store is not None else None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the request table does not fit what is in flight."""

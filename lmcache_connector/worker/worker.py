@@ -7,7 +7,7 @@ passed, a digest that does not match, an op that does not fit its geometry) it r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,9 +287,9 @@ class _JobBuilder:
         ]
 
 
-def device_of(kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> torch.device:
+def device_of(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> torch.device:
     """The device that holds the KV cache; CPU when this rank has no layer."""
     for tensor in kv_caches.values():
-        first = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+        first = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
         return first.device
     return torch.device("cpu")

@@ -251,7 +251,7 @@ def test_prompt_logprobs_are_not_served_from_the_cache(engine: Any, filled: Any)
 
 
 def test_salts_do_not_share(engine: Any, filled: Any) -> None:
-    prompt, cold = filled
+    prompt, _ = filled
     source = """
 from vllm import SamplingParams
 params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -287,7 +287,7 @@ for seed in args["seeds"]:
 
 
 def test_per_request_limits(engine: Any, filled: Any) -> None:
-    prompt, cold = filled
+    prompt, _ = filled
     source = """
 from vllm import SamplingParams
 params = SamplingParams(

@@ -1,0 +1,568 @@
+"""The memory socket: hand-out, readiness, hostile peers, names on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmcache_connector.errors import ProtocolError, StartupError
+from lmcache_connector.metadata import SlotRef
+from lmcache_connector.server import client as client_module
+from lmcache_connector.server import protocol, sockets
+from lmcache_connector.server.client import PoolClient
+from lmcache_connector.server.service import PoolService
+from lmcache_connector.storage.pool import MemoryPool
+
+PAGE = 4096
+TIMEOUT = 20.0
+
+# A rank as its own process: attaches, then obeys lines of "read|write EXTENT OFFSET TEXT".
+WORKER = """
+import sys
+from pathlib import Path
+from lmcache_connector.metadata import SlotRef
+from lmcache_connector.server.client import PoolClient
+
+client = PoolClient(Path(sys.argv[1]), int(sys.argv[2]))
+client.start()
+assert client.wait_attached(20)
+print("attached", client.incarnation, flush=True)
+for line in sys.stdin:
+    verb, extent, offset, text = line.split()
+    view = client.view(SlotRef(int(extent), int(offset), len(text)))
+    if verb == "write":
+        view[:] = text.encode()
+    print(bytes(view).decode(), flush=True)
+    del view
+client.close()
+print("closed", flush=True)
+sys.stdin.close()
+"""
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+class Rank:
+    """A worker process."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, path, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> list[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+    def ask(self, command: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.line()[0]
+
+    def end(self) -> None:
+        kill(self.process)
+
+
+@pytest.fixture
+def temp() -> Iterator[Path]:
+    """A directory with a name short enough for sockets (tmp_path has a long one)."""
+    with tempfile.TemporaryDirectory(prefix="lc-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def directory(temp: Path) -> Path:
+    path = temp / "lmcache"
+    path.mkdir(mode=0o700)
+    return path
+
+
+class Served:
+    """A pool of extents of 4 pages with its service, and what the service told."""
+
+    def __init__(self, path: Path, ranks: int, extents: int) -> None:
+        self.pool = MemoryPool(extents * 4 * PAGE, 4 * PAGE)
+        self.ended: list[int] = []
+        self.ready: list[int] = []
+        self.service = PoolService(self.pool.extents, path, ranks, self.ended.append)
+        self.service.start(self.ready.append)
+        self.path = Path(self.service.pool_ref.socket_path)
+        self.clients: list[PoolClient] = []
+
+    def client(self, rank: int, **kwargs: Any) -> PoolClient:
+        client = PoolClient(self.path, rank, **kwargs)
+        client.start()
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.service.close()
+        self.pool.close()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(directory: Path) -> Iterator[Serve]:
+    made: list[Served] = []
+
+    def start(ranks: int = 1, extents: int = 2, path: Path | None = None) -> Served:
+        made.append(Served(path or directory / f"{'0' * 24}.sock", ranks, extents))
+        return made[-1]
+
+    yield start
+    for served in made:
+        served.close()
+    assert os.listdir(directory) == []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to do."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def raw_peer(path: Path) -> Iterator[socket.socket]:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, sockets.SOCKET_TYPE)) as peer:
+        peer.settimeout(TIMEOUT)
+        peer.connect(str(path))
+        yield peer
+
+
+def hello(rank: int = 0, version: int = protocol.PROTOCOL_VERSION) -> bytes:
+    return protocol.encode(protocol.Hello(version, rank))
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def test_ranks_in_other_processes_share_the_memory(serve: Serve) -> None:
+    names = set(os.listdir("/dev/shm"))
+    served = serve(ranks=2)
+    own = served.client(0)
+    other = Rank(str(served.path), 1)
+    try:
+        assert other.line() == ["attached", served.service.incarnation]
+        assert served.service.wait_ready(TIMEOUT)
+        assert served.ready == [0, 1]
+        slot = SlotRef(1, PAGE, 5)
+        assert other.ask(f"write 1 {PAGE} hello") == "hello"
+        assert bytes(own.view(slot)) == b"hello"
+        own.view(slot)[:] = b"world"
+        assert other.ask(f"read 1 {PAGE} .....") == "world"
+        assert os.pread(served.pool.extents[1].fd, 5, PAGE) == b"world"
+        assert "memfd:" in Path(f"/proc/{other.process.pid}/maps").read_text()
+        assert set(os.listdir("/dev/shm")) == names
+        assert other.process.stdin is not None
+        other.process.stdin.close()
+        assert other.line() == ["closed"]
+        until(lambda: served.ended == [1])
+    finally:
+        other.end()
+
+
+def test_an_extent_is_ready_once_every_rank_has_mapped_it(serve: Serve) -> None:
+    served = serve(ranks=2, extents=3)
+    fast = served.client(0)
+    assert fast.wait_attached(TIMEOUT)
+    assert served.ready == []
+    with raw_peer(served.path) as slow:
+        slow.send(hello(rank=1))
+        for extent in range(2):
+            slow.send(protocol.encode(protocol.ExtentMapped(extent)))
+        until(lambda: served.ready == [0, 1])
+        assert not served.service.wait_ready(0.05)
+    # It is gone before the last one; its successor has to map all of them.
+    until(lambda: served.ended == [1])
+    served.client(1)
+    assert served.service.wait_ready(TIMEOUT)
+    assert served.ready == [0, 1, 2]
+
+
+def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> None:
+    served = serve()
+    seen: list[tuple[int, int, bool, list[int]]] = []
+
+    def register(address: int, nbytes: int) -> None:
+        seen.append((address, nbytes, client.has(len(seen)), list(served.ready)))
+
+    client = PoolClient(served.path, 0, register)
+    client.start()
+    served.clients.append(client)
+    assert client.wait_attached(TIMEOUT)
+    assert [nbytes for _, nbytes, _, _ in seen] == [4 * PAGE] * 2
+    assert not any(mapped for _, _, mapped, _ in seen)
+    assert 0 not in seen[0][3]
+    assert 1 not in seen[1][3]
+    assert client.address(SlotRef(1, 100, 1)) == seen[1][0] + 100
+
+
+def test_a_worker_that_cannot_pin_keeps_what_it_has(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+
+    def register(address: int, nbytes: int) -> None:
+        if client.has(0):
+            raise RuntimeError("no more pinned memory")
+
+    client = PoolClient(served.path, 0, register)
+    client.start()
+    served.clients.append(client)
+    until(lambda: "no more pinned memory" in caplog.text)
+    assert client.has(0)
+    assert not client.has(1)
+    until(lambda: served.ready == [0])
+    # It may still be copying to extent 0: it must not be taken for dead.
+    time.sleep(0.05)
+    assert served.ended == []
+
+
+def test_slots_beyond_the_memory_are_refused(serve: Serve) -> None:
+    served = serve(extents=1)
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+    assert client.incarnation == served.service.incarnation
+    assert len(client.view(SlotRef(0, 0, 4 * PAGE))) == 4 * PAGE
+    for bad in (
+        SlotRef(1, 0, 1),
+        SlotRef(-1, 0, 1),
+        SlotRef(0, -1, 1),
+        SlotRef(0, 0, -1),
+        SlotRef(0, 0, 4 * PAGE + 1),
+        SlotRef(0, 4 * PAGE, 1),
+    ):
+        with pytest.raises(ProtocolError):
+            client.address(bad)
+        with pytest.raises(ProtocolError):
+            client.view(bad)
+
+
+def test_memory_stays_usable_when_the_service_ends(serve: Serve) -> None:
+    served = serve(extents=1)
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+    client.view(SlotRef(0, 0, 3))[:] = b"abc"
+    served.service.close()
+    assert bytes(client.view(SlotRef(0, 0, 3))) == b"abc"
+    assert served.ended == []
+
+
+def test_memory_that_is_still_viewed_is_not_given_up(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(extents=1)
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+    view = client.view(SlotRef(0, 0, 3))
+    client.close()
+    assert "stays mapped" in caplog.text
+    view[:] = b"abc"
+    time.sleep(0.05)
+    assert served.ended == []
+    view.release()
+    client.close()
+    until(lambda: served.ended == [0])
+
+
+def test_a_worker_may_come_before_the_service(directory: Path, serve: Serve) -> None:
+    path = directory / f"{'1' * 24}.sock"
+    client = PoolClient(path, 0)
+    client.start()
+    assert not client.wait_attached(0.1)
+    served = serve(path=path)
+    served.clients.append(client)
+    assert client.wait_attached(TIMEOUT)
+
+
+def test_a_worker_gives_up_at_its_deadline(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_CONNECT_SECONDS", 0.05)
+    client = PoolClient(directory / "nobody.sock", 0)
+    client.start()
+    until(lambda: "nothing is cached" in caplog.text)
+    client.close()
+
+
+def test_closing_a_worker_that_waits_ends_its_thread(directory: Path, serve: Serve) -> None:
+    waiting = PoolClient(directory / "nobody.sock", 0)
+    waiting.start()
+    waiting.close()
+    PoolClient(directory / "never-started.sock", 0).close()
+
+
+# ---- peers that misbehave -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1 no msgpack"],
+        [msgspec.msgpack.encode({"type": "hello"})],
+        [msgspec.msgpack.encode({"type": "unknown", "rank": 0})],
+        [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": -1})],
+        [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": "0"})],
+        [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": 0, "more": 0})],
+        [b"\x00" * (protocol.MAX_FRAME_BYTES + 1)],
+        [protocol.encode(protocol.ExtentMapped(0))],
+        [hello(version=999)],
+        [hello(rank=1)],
+        [hello(), hello()],
+        [hello(), protocol.encode(protocol.ExtentMapped(1))],
+        [hello(), b"\xc1"],
+    ],
+)
+def test_a_malformed_frame_ends_only_its_own_connection(
+    serve: Serve, caplog: pytest.LogCaptureFixture, frames: list[bytes]
+) -> None:
+    served = serve()
+    with raw_peer(served.path) as peer:
+        for frame in frames:
+            with contextlib.suppress(BrokenPipeError):
+                peer.send(frame)
+        while True:
+            data, fds, _, _ = socket.recv_fds(peer, protocol.MAX_FRAME_BYTES, 1)
+            for fd in fds:
+                os.close(fd)
+            if not data:
+                break
+        assert caplog.text.count("memory socket: dropped") == 1
+        # Memory was handed out after a good hello: only the peer's own end says that it is gone.
+        assert served.ended == []
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+    assert served.service.wait_ready(TIMEOUT)
+    client.close()
+    until(lambda: served.ended == [0])
+
+
+def test_a_refused_worker_hears_why(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    served = serve(ranks=1)
+    served.client(7)
+    until(lambda: "rank 7 is not one of 1 ranks" in caplog.text and "failed" in caplog.text)
+    with raw_peer(served.path) as peer:
+        peer.send(hello(version=2))
+        reply = protocol.decode_owner_frame(peer.recv(protocol.MAX_FRAME_BYTES))
+        assert isinstance(reply, protocol.Refused)
+        assert "version 2 of the worker" in reply.reason
+
+
+def test_a_peer_that_reads_nothing_does_not_stop_the_service(serve: Serve) -> None:
+    served = serve(ranks=1, extents=100)
+    with raw_peer(served.path) as peer:
+        peer.send(hello())
+        for extent in range(100):
+            try:
+                peer.send(protocol.encode(protocol.ExtentMapped(extent)))
+            except BrokenPipeError:
+                break
+        client = served.client(0)
+        assert client.wait_attached(TIMEOUT)
+
+
+def test_other_users_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
+    with raw_peer(served.path) as peer, contextlib.suppress(ConnectionError):
+        peer.send(hello())
+        assert peer.recv(100) == b""
+    monkeypatch.undo()
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+
+
+def test_a_service_of_another_user_is_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve()
+    monkeypatch.setattr(sockets, "is_trusted", lambda uid: False)
+    client = PoolClient(served.path, 0)
+    client.start()
+    until(lambda: "the service is run by user" in caplog.text)
+    assert client.incarnation is None
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size", "with_memory"),
+    [
+        (4 * PAGE, 2 * PAGE, True),
+        (PAGE + 1, PAGE + 1, True),
+        (0, 0, True),
+        (4 * PAGE, 4 * PAGE, False),
+    ],
+)
+def test_a_worker_checks_what_it_is_offered(
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
+    nbytes: int,
+    size: int,
+    with_memory: bool,
+) -> None:
+    listener, path = sockets.listen_private(directory / "service.sock")
+    client = PoolClient(path, 0)
+    client.start()
+    connection, _ = listener.accept()
+    protocol.decode_worker_frame(connection.recv(100))
+    connection.send(protocol.encode(protocol.Welcome("0" * 32, 1)))
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, size)
+    offer = protocol.encode(protocol.ExtentOffer(0, nbytes))
+    socket.send_fds(connection, [offer], [fd] if with_memory else [])
+    until(lambda: "nothing is cached" in caplog.text)
+    assert not client.has(0)
+    client.close()
+    os.close(fd)
+    connection.close()
+    listener.close()
+
+
+def test_descriptors_are_not_leaked(serve: Serve) -> None:
+    served = serve(extents=4)
+
+    def attach_and_leave() -> None:
+        client = served.client(0)
+        assert client.wait_attached(TIMEOUT)
+        client.close()
+        until(lambda: len(served.service._sessions) == 0)
+
+    attach_and_leave()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        attach_and_leave()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tmpdir_is(temp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(temp))
+    return temp
+
+
+def test_socket_path_is_short_stable_and_private(tmpdir_is: Path) -> None:
+    path = sockets.socket_path_for("engine with a / long name" * 50)
+    assert path == sockets.socket_path_for("engine with a / long name" * 50)
+    assert path != sockets.socket_path_for("another")
+    assert path.parent == tmpdir_is / f"lmcache-{os.geteuid()}"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file", "foreign"])
+def test_a_directory_that_cannot_be_trusted_is_refused(
+    tmpdir_is: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    directory = tmpdir_is / f"lmcache-{os.geteuid()}"
+    if kind == "open":
+        directory.mkdir()
+        directory.chmod(0o770)
+    elif kind == "link":
+        (tmpdir_is / "elsewhere").mkdir(mode=0o700)
+        directory.symlink_to(tmpdir_is / "elsewhere")
+    elif kind == "file":
+        directory.touch(mode=0o600)
+    else:
+        uid = os.geteuid() + 1
+        monkeypatch.setattr("os.geteuid", lambda: uid)
+        (tmpdir_is / f"lmcache-{uid}").mkdir(mode=0o700)
+    with pytest.raises(StartupError, match="TMPDIR"):
+        sockets.socket_path_for("engine")
+
+
+def test_a_path_too_long_for_the_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
+    with pytest.raises(StartupError, match="TMPDIR"):
+        sockets.socket_path_for("engine")
+
+
+def test_the_socket_is_for_its_user_only(serve: Serve) -> None:
+    assert stat.S_IMODE(serve().path.stat().st_mode) == 0o600
+
+
+def test_a_name_in_use_is_left_alone(serve: Serve) -> None:
+    first, second = serve(), serve()
+    assert first.path != second.path
+    assert first.path.parent == second.path.parent
+    for served in (first, second):
+        client = served.client(0)
+        assert client.wait_attached(TIMEOUT)
+        assert client.incarnation == served.service.incarnation
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from lmcache_connector.server.service import PoolService
+from lmcache_connector.storage.pool import MemoryPool
+
+for path in sys.argv[1:]:
+    service = PoolService(MemoryPool(4096).extents, Path(path), 1)
+    service.start(print)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def test_names_of_killed_owners_are_swept_at_the_next_start(directory: Path, serve: Serve) -> None:
+    paths = [directory / f"{digit * 24}.sock" for digit in "01"]
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, *map(str, paths)], stdout=subprocess.PIPE
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"started\n"
+        alive = serve()
+        assert alive.path not in paths
+        assert all(path.exists() for path in paths)
+    finally:
+        kill(owner)
+    (directory / f"{'2' * 24}.sock").touch()
+    (directory / "not-ours.sock").touch()
+    # It gets the dead one's name; the other dead one is removed; nothing else is.
+    assert serve().path == paths[0]
+    assert not paths[1].exists()
+    assert alive.path.exists()
+    for name in (f"{'2' * 24}.sock", "not-ours.sock"):
+        (directory / name).unlink()
+
+
+def test_a_successors_name_is_not_removed(directory: Path, serve: Serve) -> None:
+    first = serve()
+    first.path.unlink()
+    second = serve()
+    assert second.path == first.path
+    first.service.close()
+    assert second.path.exists()
