@@ -1,11 +1,10 @@
-"""The memory socket: hand-out, readiness, hostile peers, names on disk."""
+"""The memory socket: hand-out, readiness, hostile peers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmcache_connector.errors import ProtocolError, StartupError
+from lmcache_connector.errors import ProtocolError
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server import client as client_module
 from lmcache_connector.server import protocol, sockets
@@ -155,6 +154,13 @@ def raw_peer(path: Path) -> Iterator[socket.socket]:
         peer.settimeout(TIMEOUT)
         peer.connect(str(path))
         yield peer
+
+
+def round_trip(path: Path) -> None:
+    """Return when the service has handled all that came before (it drops this one)."""
+    with raw_peer(path) as peer:
+        peer.send(b"\xc1")
+        assert peer.recv(1) == b""
 
 
 def hello(rank: int = 0, version: int = protocol.PROTOCOL_VERSION) -> bytes:
@@ -356,13 +362,17 @@ def test_a_malformed_frame_ends_only_its_own_connection(
             if not data:
                 break
         assert caplog.text.count("memory socket: dropped") == 1
+        with contextlib.suppress(BrokenPipeError):
+            peer.send(b"\xc1")
+        round_trip(served.path)
+        assert caplog.text.count("memory socket: dropped") == 2
         # Memory was handed out after a good hello: only the peer's own end says that it is gone.
         assert served.ended == []
+    accepted = frames[0] == hello()
+    until(lambda: served.ended == [0] * accepted)
     client = served.client(0)
     assert client.wait_attached(TIMEOUT)
     assert served.service.wait_ready(TIMEOUT)
-    client.close()
-    until(lambda: served.ended == [0])
 
 
 def test_a_refused_worker_hears_why(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,6 +384,27 @@ def test_a_refused_worker_hears_why(serve: Serve, caplog: pytest.LogCaptureFixtu
         reply = protocol.decode_owner_frame(peer.recv(protocol.MAX_FRAME_BYTES))
         assert isinstance(reply, protocol.Refused)
         assert "version 2 of the worker" in reply.reason
+
+
+def test_a_long_frame_is_named_as_such(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    served = serve()
+    with raw_peer(served.path) as peer:
+        peer.send(hello() + bytes(protocol.MAX_FRAME_BYTES))
+        assert peer.recv(1) == b""
+    assert "a frame of more than 4096 bytes" in caplog.text
+
+
+def test_a_rank_is_gone_with_its_last_connection(serve: Serve) -> None:
+    served = serve()
+    client = served.client(0)
+    assert client.wait_attached(TIMEOUT)
+    with raw_peer(served.path) as second:
+        second.send(hello())
+        assert second.recv(protocol.MAX_FRAME_BYTES)
+    round_trip(served.path)
+    assert served.ended == []
+    client.close()
+    until(lambda: served.ended == [0])
 
 
 def test_a_peer_that_reads_nothing_does_not_stop_the_service(serve: Serve) -> None:
@@ -413,20 +444,21 @@ def test_a_service_of_another_user_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "size", "with_memory"),
+    ("nbytes", "size", "problem"),
     [
-        (4 * PAGE, 2 * PAGE, True),
-        (PAGE + 1, PAGE + 1, True),
-        (0, 0, True),
-        (4 * PAGE, 4 * PAGE, False),
+        (4 * PAGE, 2 * PAGE, "came as a file of 8192 bytes"),
+        (2 * PAGE, 4 * PAGE, "came as a file of 16384 bytes"),
+        (PAGE + 1, PAGE + 1, "an extent of 4097 bytes"),
+        (0, 0, "an extent of 0 bytes"),
+        (4 * PAGE, None, "without its memory"),
     ],
 )
 def test_a_worker_checks_what_it_is_offered(
     directory: Path,
     caplog: pytest.LogCaptureFixture,
     nbytes: int,
-    size: int,
-    with_memory: bool,
+    size: int | None,
+    problem: str,
 ) -> None:
     listener, path = sockets.listen_private(directory / "service.sock")
     client = PoolClient(path, 0)
@@ -435,10 +467,10 @@ def test_a_worker_checks_what_it_is_offered(
     protocol.decode_worker_frame(connection.recv(100))
     connection.send(protocol.encode(protocol.Welcome("0" * 32, 1)))
     fd = os.memfd_create("test")
-    os.ftruncate(fd, size)
+    os.ftruncate(fd, size or 0)
     offer = protocol.encode(protocol.ExtentOffer(0, nbytes))
-    socket.send_fds(connection, [offer], [fd] if with_memory else [])
-    until(lambda: "nothing is cached" in caplog.text)
+    socket.send_fds(connection, [offer], [] if size is None else [fd])
+    until(lambda: problem in caplog.text)
     assert not client.has(0)
     client.close()
     os.close(fd)
@@ -462,107 +494,9 @@ def test_descriptors_are_not_leaked(serve: Serve) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# ---- names --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tmpdir_is(temp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(temp))
-    return temp
-
-
-def test_socket_path_is_short_stable_and_private(tmpdir_is: Path) -> None:
-    path = sockets.socket_path_for("engine with a / long name" * 50)
-    assert path == sockets.socket_path_for("engine with a / long name" * 50)
-    assert path != sockets.socket_path_for("another")
-    assert path.parent == tmpdir_is / f"lmcache-{os.geteuid()}"
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("kind", ["open", "link", "file", "foreign"])
-def test_a_directory_that_cannot_be_trusted_is_refused(
-    tmpdir_is: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    directory = tmpdir_is / f"lmcache-{os.geteuid()}"
-    if kind == "open":
-        directory.mkdir()
-        directory.chmod(0o770)
-    elif kind == "link":
-        (tmpdir_is / "elsewhere").mkdir(mode=0o700)
-        directory.symlink_to(tmpdir_is / "elsewhere")
-    elif kind == "file":
-        directory.touch(mode=0o600)
-    else:
-        uid = os.geteuid() + 1
-        monkeypatch.setattr("os.geteuid", lambda: uid)
-        (tmpdir_is / f"lmcache-{uid}").mkdir(mode=0o700)
-    with pytest.raises(StartupError, match="TMPDIR"):
-        sockets.socket_path_for("engine")
-
-
-def test_a_path_too_long_for_the_system_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
-    with pytest.raises(StartupError, match="TMPDIR"):
-        sockets.socket_path_for("engine")
-
-
-def test_the_socket_is_for_its_user_only(serve: Serve) -> None:
-    assert stat.S_IMODE(serve().path.stat().st_mode) == 0o600
-
-
-def test_a_name_in_use_is_left_alone(serve: Serve) -> None:
+def test_two_services_of_one_name_stay_apart(serve: Serve) -> None:
     first, second = serve(), serve()
-    assert first.path != second.path
-    assert first.path.parent == second.path.parent
     for served in (first, second):
         client = served.client(0)
         assert client.wait_attached(TIMEOUT)
         assert client.incarnation == served.service.incarnation
-
-
-OWNER = """
-import sys, time
-from pathlib import Path
-from lmcache_connector.server.service import PoolService
-from lmcache_connector.storage.pool import MemoryPool
-
-for path in sys.argv[1:]:
-    service = PoolService(MemoryPool(4096).extents, Path(path), 1)
-    service.start(print)
-print("started", flush=True)
-time.sleep(60)
-"""
-
-
-def test_names_of_killed_owners_are_swept_at_the_next_start(directory: Path, serve: Serve) -> None:
-    paths = [directory / f"{digit * 24}.sock" for digit in "01"]
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, *map(str, paths)], stdout=subprocess.PIPE
-    )
-    try:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"started\n"
-        alive = serve()
-        assert alive.path not in paths
-        assert all(path.exists() for path in paths)
-    finally:
-        kill(owner)
-    (directory / f"{'2' * 24}.sock").touch()
-    (directory / "not-ours.sock").touch()
-    # It gets the dead one's name; the other dead one is removed; nothing else is.
-    assert serve().path == paths[0]
-    assert not paths[1].exists()
-    assert alive.path.exists()
-    for name in (f"{'2' * 24}.sock", "not-ours.sock"):
-        (directory / name).unlink()
-
-
-def test_a_successors_name_is_not_removed(directory: Path, serve: Serve) -> None:
-    first = serve()
-    first.path.unlink()
-    second = serve()
-    assert second.path == first.path
-    first.service.close()
-    assert second.path.exists()

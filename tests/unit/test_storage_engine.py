@@ -216,18 +216,6 @@ def test_a_second_lookup_replaces_the_pins_of_the_first(bench: MakeBench) -> Non
     b.engine.narrow(77, [(A[0], "full")])
 
 
-def test_a_load_keeps_only_the_pins_it_wants(bench: MakeBench) -> None:
-    b = bench(4)
-    b.store(A)
-    b.engine.lookup(1, A)
-    rows = b.engine.prepare_load(9, 1, [(A[2], "full"), (A[1], "full")])
-    assert rows is not None
-    assert len({row.slots[0] for row in rows}) == 2
-    assert b.engine.stats().pinned_rows == 2
-    b.engine.complete_load(9)
-    assert b.engine.stats().pinned_rows == 0
-
-
 def test_a_load_of_a_row_that_was_not_pinned_is_refused(bench: MakeBench) -> None:
     b = bench(4)
     b.store(A[:2])
@@ -363,15 +351,6 @@ def test_a_claimed_cycle_of_parents_does_no_harm(bench: MakeBench) -> None:
 # ---- room ---------------------------------------------------------------------------------------
 
 
-def test_leading_items_that_fit_are_given(bench: MakeBench) -> None:
-    b = bench(4)
-    b.store(A[:2])
-    b.engine.lookup(1, A[:1])
-    assert b.store(X) == 3
-    assert b.there([*A, *X]) == "awxy"
-    assert b.engine.stats().refused_stores == 1
-
-
 def test_a_refusal_changes_nothing(bench: MakeBench) -> None:
     b = bench(8, extent_pages=4)
     b.store(A)
@@ -408,15 +387,6 @@ def test_room_is_made_in_one_place_for_larger_objects(bench: MakeBench) -> None:
     assert b.store(chunks("m"), pages=3) == 1
     assert b.there([*A, *X]) == "awxyz"
     assert b.engine.stats().used_bytes == 8 * PAGE
-
-
-def test_leases_are_not_room(bench: MakeBench) -> None:
-    b = bench(4)
-    assert b.engine.prepare_store(1000, [[PAGE]] * 3, None) is not None
-    for _ in range(10):
-        assert b.store(X) == 1
-    b.engine.complete_store(1000, [Commit(0, A[0], None, "full", [1])])
-    assert b.engine.stats().used_bytes == 2 * PAGE
 
 
 # ---- clear --------------------------------------------------------------------------------------
