@@ -48,8 +48,8 @@ def main() -> int:
 
     def ask(situation: str) -> tuple[int, tuple[int, ...]]:
         output = llm.generate(prompt, sampling, use_tqdm=False)[0]
-        reused = output.num_cached_tokens or 0
-        print(f"{situation}: {len(output.prompt_token_ids):,} prompt tokens, {reused:,} reused")
+        length, reused = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
+        print(f"{situation}: {length:,} prompt tokens, {reused:,} reused")
         return reused, tuple(output.outputs[0].token_ids)
 
     _, cold = ask("cold")

@@ -125,7 +125,7 @@ class SchedulerSide:
     def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
         config = self._setup.config
         layout = CacheLayout(geometries)
-        largest = layout.largest_object_bytes()
+        largest = layout.largest_row_bytes()
         problem = check_pool_size(config.max_local_cpu_bytes, largest)
         if problem is not None:
             raise StartupError([problem])

@@ -112,7 +112,8 @@ class CacheLayout:
         """The groups as the store sees them."""
         return [GroupShards(group.tag, group.num_shards) for group in self.groups]
 
-    def largest_object_bytes(self) -> int:
-        """Bytes of the largest single object of any shard."""
+    def largest_row_bytes(self) -> int:
+        """Bytes of the largest (chunk, object group), all shards together."""
+        # An attention chunk's tail repeats with its position; 64 chunks see every length of it.
         ends = range(self.chunk_tokens, 65 * self.chunk_tokens, self.chunk_tokens)
-        return max(size for group in self.groups for end in ends for size in group.shard_bytes(end))
+        return max(sum(group.shard_bytes(end)) for group in self.groups for end in ends)

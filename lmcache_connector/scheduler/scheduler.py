@@ -35,6 +35,9 @@ from lmcache_connector.storage.base import Commit, LookupState, Store
 
 logger = init_logger(__name__)
 
+# How far behind a request's newest chunk its last stored one is looked for.
+_CHUNKS_IN_FLIGHT = 64
+
 # RequestState.next_chunk of a request that stores nothing more.
 _NO_CHUNK = 1 << 62
 
@@ -303,7 +306,9 @@ class CacheScheduler:
             return None
         store_id = next(self._ids)
         slots = self._store.prepare_store(
-            store_id, [part.sizes for part in parts], protect=parts[0].parent
+            store_id,
+            [part.sizes for part in parts],
+            protect=self._last_stored(state.chain.hashes[: chunks.start]),
         )
         kept = len(slots) if slots is not None else 0
         self.ledger.dropped(parts[kept:])
@@ -326,6 +331,15 @@ class CacheScheduler:
             digests=[[None] * len(part.sizes) for part in parts],
         )
         return allocate.StoreOp(store_id, self._store.pool_ref.incarnation, objects[:kept])
+
+    def _last_stored(self, prefix: Sequence[bytes]) -> bytes | None:
+        """The prefix's last chunk that is stored: copies of the ones behind it may still run."""
+        assert self._layout is not None
+        assert self._store is not None
+        for chunk_hash in reversed(prefix[-_CHUNKS_IN_FLIGHT:]):
+            if any(self._store.contains(chunk_hash, group.tag) for group in self._layout.groups):
+                return chunk_hash
+        return None
 
     def _is_full(self, part: StorePart) -> bool:
         assert self._layout is not None

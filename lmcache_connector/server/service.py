@@ -97,10 +97,11 @@ class PoolService:
 
     def close(self) -> None:
         """End all connections and remove the socket's name. No callback comes after."""
+        # First: as long as we listen, nobody else takes the name or the inode.
+        sockets.remove_socket(self._path, self._inode)
         self._wake.close()
         self._thread.join()
         self._woken.close()
-        sockets.remove_socket(self._path, self._inode)
 
     # ---- the service's thread -------------------------------------------------------------------
 

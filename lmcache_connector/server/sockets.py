@@ -90,7 +90,7 @@ def listen_private(path: Path) -> tuple[socket.socket, Path]:
 
 def remove_socket(path: Path, inode: int) -> None:
     """Remove the name of a socket that was bound as ``inode``, unless another has it now."""
-    with _directory_lock(path.parent), contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), _directory_lock(path.parent):
         if path.lstat().st_ino == inode:
             path.unlink()
 

@@ -492,11 +492,3 @@ def test_descriptors_are_not_leaked(serve: Serve) -> None:
     for _ in range(3):
         attach_and_leave()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_two_services_of_one_name_stay_apart(serve: Serve) -> None:
-    first, second = serve(), serve()
-    for served in (first, second):
-        client = served.client(0)
-        assert client.wait_attached(TIMEOUT)
-        assert client.incarnation == served.service.incarnation

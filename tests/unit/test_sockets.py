@@ -149,3 +149,6 @@ def test_a_name_is_removed_by_the_one_that_has_it(
     sockets.remove_socket(path, path.lstat().st_ino)
     assert not path.exists()
     sockets.remove_socket(path, inode)
+    path.with_name("moved").unlink()
+    path.parent.rmdir()
+    sockets.remove_socket(path, inode)

@@ -1,0 +1,104 @@
+"""The examples and the demo, run as a newcomer runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 400
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+@contextlib.contextmanager
+def started(command: list[str], log: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process group, ended with the block; its output goes to ``log``."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=ENVIRONMENT | env,
+            cwd=log.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def run_script(script: str, *arguments: str, log: Path) -> list[str]:
+    """The lines that a script prints, once it has ended well."""
+    with started([sys.executable, str(ROOT / script), *arguments], log) as process:
+        status = process.wait(SECONDS)
+    output = log.read_text(errors="replace")
+    assert status == 0, output
+    return output.splitlines()
+
+
+def test_offline_example(tmp_path: Path) -> None:
+    lines = run_script("examples/offline_hybrid.py", log=tmp_path / "log")
+    assert "cold: 11,357 prompt tokens, 0 reused" in lines
+    assert "restored: 11,357 prompt tokens, 11,264 reused" in lines
+    assert "identical: yes" in lines
+
+
+def test_served_example_and_its_client(tmp_path: Path, tiny_models: ModuleType) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    model = str(tiny_models.build("gemma3").path)
+    command = [str(ROOT / "examples/serve_hybrid.sh"), model, "--enforce-eager"]
+    command += ["--max-model-len", "12288"]
+    server_log = tmp_path / "server.log"
+    with started(command, server_log, PORT=str(port)) as server:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            assert server.poll() is None, server_log.read_text(errors="replace")
+            assert time.monotonic() < deadline, server_log.read_text(errors="replace")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(0.2)
+        lines = run_script("examples/client.py", "--url", url, log=tmp_path / "client.log")
+    assert lines[0].endswith(" ms, 0 tokens restored")
+    assert lines[1].endswith(" ms, 11,264 tokens restored")
+    assert lines[-1] == "identical: yes"
+    # Its values come from examples/lmcache.yaml.
+    assert "max_local_cpu_size=4GiB (yaml)" in server_log.read_text(errors="replace")
+
+
+def test_demo(tmp_path: Path) -> None:
+    picture = ROOT / "demo-out" / "ttft.png"
+    picture.unlink(missing_ok=True)
+    lines = run_script("tools/demo.py", log=tmp_path / "log")
+    assert lines[-1] == "identical: yes"
+    restored = next(line for line in lines if line.startswith("restored "))
+    assert restored.split()[3:] == ["11,264", "11,264", "256", "3", "of", "3"]
+    assert picture.stat().st_size > 10_000
