@@ -105,7 +105,8 @@ class SchedulerSide:
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._early_geometries: dict[int, WorkerGeometry] = {}
         self._block_size_checked = False
-        for warning in (*setup.loaded.warnings, setup.chunk_warning):
+        rope_hint = vllm_view.mla_rope_hint(vllm_config, setup.groups)
+        for warning in (*setup.loaded.warnings, setup.chunk_warning, rope_hint):
             if warning:
                 logger.warning(warning)
 

@@ -278,6 +278,37 @@ def block_size_reset_hint(vllm_config: VllmConfig, groups: Sequence[EngineGroupS
     return blocks.pop()
 
 
+def mla_rope_hint(vllm_config: VllmConfig, groups: Sequence[EngineGroupSpec]) -> str | None:
+    """A warning when this build's CPU rotary kernel is wrong on MLA's 3-D queries, else None.
+
+    Seen in 0.32: only the first rows of a batch are rotated, so that the engine's own answers
+    depend on how a prompt is cut into steps. Restored bytes are exact all the same.
+    """
+    from vllm.platforms import current_platform
+
+    is_mla = any(layer.family == "mla" for group in groups for layer in group.layers)
+    custom_ops = vllm_config.compilation_config.custom_ops
+    if not is_mla or current_platform.device_type != "cpu" or "-rotary_embedding" in custom_ops:
+        return None
+    from vllm import _custom_ops as ops
+
+    positions = torch.arange(1, 9)
+    cos_sin = torch.rand(9, 64)
+    query, key = torch.rand(8, 4, 64), torch.rand(8, 1, 64)
+    batch, alone = query.clone(), query.clone()
+    ops.rotary_embedding(positions, batch, key.clone(), 64, cos_sin, False)
+    for row in range(8):
+        one = slice(row, row + 1)
+        ops.rotary_embedding(positions[one], alone[one], key[one].clone(), 64, cos_sin, False)
+    if torch.allclose(batch, alone):
+        return None
+    return (
+        "this vLLM's CPU rotary kernel is wrong for MLA: its answers depend on how a prompt is cut "
+        "into steps, with or without a cache; start with --compilation-config "
+        '\'{"custom_ops":["-rotary_embedding"]}\''
+    )
+
+
 def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str, ...]:
     """Attention backend of each group and, on CPU, the instruction set: at equal strides the
     order of a page's content differs between them."""

@@ -191,7 +191,8 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="gemma3", choices=models)
     name = parser.parse_args().model
     # So that the server is stopped too when this process is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     OUT.mkdir(exist_ok=True)
 
     say(1, f"model {name}")
@@ -200,7 +201,10 @@ def main() -> int:
     except gemma_270m.FetchError as error:
         sys.exit(f"demo: {error}")
     server = start_server(subject)
-    say(2, f"starting vllm serve on 127.0.0.1:{server.port} (about 30 s, log in demo-out)")
+    say(
+        2,
+        f"starting vllm serve on 127.0.0.1:{server.port} (half a minute; log: demo-out/server.log)",
+    )
     start = time.monotonic()
     try:
         with server:

@@ -62,6 +62,8 @@ class Family:
     block_size: int | None = None
     # The connector's default chunk, in tokens.
     chunk_tokens: int = 256
+    # To pass to vLLM as compilation_config.
+    compilation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,15 @@ class TinyModel:
     block_size: int | None
     chunk_tokens: int
     groups: tuple[str, ...]
+    compilation: dict[str, Any] | None
 
     def engine_args(self) -> dict[str, Any]:
         """Keyword arguments for ``vllm.LLM`` that this model needs."""
         args: dict[str, Any] = {"model": str(self.path), "dtype": self.dtype}
         if self.block_size is not None:
             args["block_size"] = self.block_size
+        if self.compilation is not None:
+            args["compilation_config"] = self.compilation
         return args
 
 
@@ -182,14 +187,15 @@ FAMILIES = {
             "intermediate_size_mlp": 256,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
-            "attention_chunk_size": 256,
+            # Ends inside most chunks of 256, so that boundaries ask for parts of it.
+            "attention_chunk_size": 640,
             "no_rope_layers": [1, 1, 1, 0],
             # It would undo query_gain.
             "use_qk_norm": False,
             "layer_types": ["chunked_attention"] * 3 + [FULL],
         },
         dtype="float32",
-        groups=("chunked-256", "full"),
+        groups=("chunked-640", "full"),
         redraw=(WEIGHT_STD, WEIGHT_STD),
         query_gain=4.0,
     ),
@@ -249,6 +255,9 @@ FAMILIES = {
         groups=("full",),
         redraw=None,
         query_gain=4.0,
+        # vLLM's CPU kernel rotates only the first rows of an MLA batch: answers would depend on
+        # how a prompt is cut into steps.
+        compilation={"custom_ops": ["-rotary_embedding"]},
     ),
 }
 
@@ -275,7 +284,15 @@ def build(family: str, out_dir: Path | str = DEFAULT_OUT) -> TinyModel:
             _replace(aside, target, digest)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    return TinyModel(family, target, spec.dtype, spec.block_size, spec.chunk_tokens, spec.groups)
+    return TinyModel(
+        family=family,
+        path=target,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        chunk_tokens=spec.chunk_tokens,
+        groups=spec.groups,
+        compilation=spec.compilation,
+    )
 
 
 def _digest() -> str:

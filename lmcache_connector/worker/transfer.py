@@ -162,6 +162,7 @@ class GpuCopier:
         for copy in self._copies.values():
             self._device.wait(copy.ticket)
         self._threads.shutdown()
+        self._device.close()
 
 
 def make_copier(device: torch.device) -> Copier:

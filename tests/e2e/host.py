@@ -19,6 +19,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# vLLM compiles parts of its sampler anew for many shapes, which takes seconds each time.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # collective_rpc with functions of this file.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
@@ -104,7 +106,7 @@ class Host:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
-            logprobs=1,
+            logprobs=3,
             ignore_eos=True,
             detokenize=False,
             **sampling,
@@ -123,6 +125,10 @@ class Host:
                         for token, step in zip(
                             completion.token_ids, completion.logprobs, strict=True
                         )
+                    ],
+                    "alternatives": [
+                        [[token, entry.logprob] for token, entry in step.items()]
+                        for step in completion.logprobs
                     ],
                     "cached": output.num_cached_tokens or 0,
                 }

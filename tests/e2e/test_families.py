@@ -16,24 +16,16 @@ FAMILIES = ["qwen2", "gemma3", "gemma4", "gptoss", "llama4", "qwen3next", "deeps
 TOKENS = 32
 
 
-def tolerance(family: str) -> float:
-    # MLA in bf16: a restored prompt is computed in other batch shapes than a cold one.
-    return 0.05 if family == "deepseek_v3" else 1e-4
-
-
-def assert_same(family: str, cold: dict[str, Any], restored: dict[str, Any]) -> None:
-    assert restored["tokens"] == cold["tokens"]
-    worst = max(abs(a - b) for a, b in zip(cold["logprobs"], restored["logprobs"], strict=True))
-    assert worst <= tolerance(family)
-
-
 class Bed:
     """One family's engine and the ways to bring it into a state."""
 
-    def __init__(self, family: str, engine: Any, chunk: int) -> None:
+    def __init__(
+        self, family: str, engine: Any, chunk: int, assert_same: Callable[..., None]
+    ) -> None:
         self.family = family
         self.engine = engine
         self.chunk = chunk
+        self._assert_same = assert_same
         self.cold_answers: dict[tuple[int, ...], dict[str, Any]] = {}
         engine.run(
             """
@@ -47,6 +39,9 @@ def match(request_id, local_tokens):
 scheduler.match = match
 """
         )
+
+    def same(self, cold: dict[str, Any], restored: dict[str, Any]) -> None:
+        self._assert_same(cold, restored, 1e-4)
 
     def use(self, *, load: bool, store: bool) -> None:
         self.engine.run(
@@ -90,11 +85,18 @@ scheduler.match = match
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def bed(request, start_engine: Callable[..., Any], tiny_models: Any) -> Any:
+def bed(
+    request: Any,
+    start_engine: Callable[..., Any],
+    tiny_models: Any,
+    assert_same: Callable[..., None],
+) -> Any:
     family = request.param
     chunk = tiny_models.FAMILIES[family].chunk_tokens
-    engine = start_engine(family)
-    yield Bed(family, engine, chunk)
+    # In bf16 MLA's answers depend on batch shapes; test_processes.py has it so.
+    options = {"dtype": "float32"} if family == "deepseek_v3" else {}
+    engine = start_engine(family, **options)
+    yield Bed(family, engine, chunk, assert_same)
     engine.close()
 
 
@@ -106,7 +108,7 @@ def test_restored_equals_cold(bed: Bed, make_prompt: Callable[..., list[int]]) -
     restored = bed.engine.one(prompt, max_tokens=TOKENS)
     assert bed.last_match() == (0, 3 * bed.chunk)
     assert restored["cached"] == 3 * bed.chunk
-    assert_same(bed.family, cold, restored)
+    bed.same(cold, restored)
     bed.engine.settle()
 
 
@@ -127,9 +129,9 @@ def test_poisoned_group_shows(
             tokens=TOKENS,
         )
         with pytest.raises(AssertionError):
-            assert_same(bed.family, cold, poisoned)
+            bed.same(cold, poisoned)
     bed.engine.reset_local()
-    assert_same(bed.family, cold, bed.engine.one(prompt, max_tokens=TOKENS))
+    bed.same(cold, bed.engine.one(prompt, max_tokens=TOKENS))
     bed.engine.settle()
 
 
@@ -146,7 +148,7 @@ def test_prompt_lengths_around_a_boundary(
         restored = bed.engine.one(prompt, max_tokens=TOKENS)
         expected = chunks if extra == 1 else chunks - 1
         assert bed.last_match() == (0, expected * bed.chunk)
-        assert_same(bed.family, cold, restored)
+        bed.same(cold, restored)
         bed.engine.reset_local()
     bed.engine.settle()
 
@@ -173,7 +175,7 @@ def test_local_prefix_and_external_hit_together(
             seen.add((found_local // bed.chunk, added // bed.chunk))
             assert found_local <= local * bed.chunk
             assert found_local + added == max(found_local, external * bed.chunk)
-            assert_same(bed.family, cold, answer)
+            bed.same(cold, answer)
     if bed.family != "deepseek_v3":  # vLLM has no local prefix cache for MLA on CPU
         assert {local for local, _ in seen} >= {0, 1, 2}, seen
     assert any(local and added for local, added in seen) or bed.family == "deepseek_v3", seen

@@ -15,21 +15,21 @@ pytestmark = pytest.mark.engine
 TOKENS = 32
 
 
-def assert_same(family: str, cold: dict[str, Any], restored: dict[str, Any]) -> None:
-    tolerance = 0.05 if family == "deepseek_v3" else 1e-4
-    assert restored["tokens"] == cold["tokens"]
-    worst = max(abs(a - b) for a, b in zip(cold["logprobs"], restored["logprobs"], strict=True))
-    assert worst <= tolerance
+def same(family: str, assert_same: Callable[..., None], *answers: dict[str, Any]) -> None:
+    is_mla = family == "deepseek_v3"
+    assert_same(*answers, 0.05 if is_mla else 1e-4, bf16_mla=is_mla)
 
 
-def check_family(engine: Any, family: str, spec: Any, prompt: list[int]) -> dict[str, Any]:
+def check_family(
+    engine: Any, family: str, spec: Any, prompt: list[int], assert_same: Callable[..., None]
+) -> dict[str, Any]:
     """Cold = restored, and each group's poison shows; answers the cold run."""
     cold = engine.one(prompt, max_tokens=TOKENS)
     engine.reset_local()
     restored = engine.one(prompt, max_tokens=TOKENS)
     assert cold["cached"] == 0
     assert restored["cached"] == len(prompt) // spec.chunk_tokens * spec.chunk_tokens
-    assert_same(family, cold, restored)
+    same(family, assert_same, cold, restored)
     for group in spec.groups:
         engine.reset_local()
         poisoned = engine.run(
@@ -39,9 +39,9 @@ def check_family(engine: Any, family: str, spec: Any, prompt: list[int]) -> dict
             tokens=TOKENS,
         )
         with pytest.raises(AssertionError):
-            assert_same(family, cold, poisoned)
+            same(family, assert_same, cold, poisoned)
     engine.reset_local()
-    assert_same(family, cold, engine.one(prompt, max_tokens=TOKENS))
+    same(family, assert_same, cold, engine.one(prompt, max_tokens=TOKENS))
     return cold
 
 
@@ -53,10 +53,12 @@ def test_core_in_another_process(
     start_engine: Callable[..., Any],
     make_prompt: Callable[..., list[int]],
     tiny_models: Any,
+    assert_same: Callable[..., None],
 ) -> None:
     spec = tiny_models.FAMILIES[family]
     engine = start_engine(family, multiprocess=True)
-    check_family(engine, family, spec, make_prompt(1, 2 * spec.chunk_tokens + 40))
+    prompt = make_prompt(1, 2 * spec.chunk_tokens + 40)
+    check_family(engine, family, spec, prompt, assert_same)
     engine.close()
 
 
@@ -66,6 +68,7 @@ def test_two_workers(
     start_engine: Callable[..., Any],
     make_prompt: Callable[..., list[int]],
     tiny_models: Any,
+    assert_same: Callable[..., None],
 ) -> None:
     spec = tiny_models.FAMILIES[family]
     engine = start_engine(
@@ -75,7 +78,7 @@ def test_two_workers(
         tensor_parallel_size=2,
     )
     prompt = make_prompt(1, 2 * spec.chunk_tokens + 40)
-    cold = check_family(engine, family, spec, prompt)
+    cold = check_family(engine, family, spec, prompt, assert_same)
 
     # The load of one rank fails: the request is recomputed, the engine lives on.
     for rank in range(2):

@@ -340,6 +340,7 @@ def test_print_speed(capsys: pytest.CaptureFixture[str]) -> None:
     copier = DeviceCopier(DEVICE)
     pool = Pool(copier, total)
     device_slots = torch.empty(total, dtype=torch.uint8, device=DEVICE)
+    host_slots = torch.empty(total, dtype=torch.uint8, pin_memory=True)
     to_host = total / _gpu_seconds(lambda: pool.memory.copy_(device_slots, non_blocking=True)) / 1e9
     to_device = (
         total / _gpu_seconds(lambda: device_slots.copy_(pool.memory, non_blocking=True)) / 1e9
@@ -348,7 +349,7 @@ def test_print_speed(capsys: pytest.CaptureFixture[str]) -> None:
         f"{torch.cuda.get_device_name(DEVICE)}: {total // MIB} MiB in permuted pages of "
         f"{num_layers} layers, GB/s",
         f"cudaMemcpyAsync of the same bytes: {to_host:.1f} to the host, {to_device:.1f} from it",
-        "kernel: pages <-> slots in device memory, and in mapped host memory; copier: store and "
+        "kernel: pages <-> slots in device memory, and in pinned host memory; copier: store and "
         "load, from the call to the end (wall clock)",
         f"{'page':>9} {'gather':>7} {'scatter':>8} {'to host':>8} {'from host':>10} "
         f"{'store':>7} {'ratio':>6} {'load':>7} {'ratio':>6}",
@@ -359,7 +360,7 @@ def test_print_speed(capsys: pytest.CaptureFixture[str]) -> None:
         block_ids = np.random.default_rng(page_bytes).permutation(num_blocks)
         job = pages.job(block_ids, pool.base)
         rates = []
-        for base in (device_slots.data_ptr(), pool.base):
+        for base in (device_slots.data_ptr(), host_slots.data_ptr()):
             tables = [
                 torch.from_numpy(table).to(DEVICE)
                 for table in (
