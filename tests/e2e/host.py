@@ -65,6 +65,55 @@ def unpoison(worker: Any) -> int:
     return int(module.unpoison())
 
 
+def watch_pages(worker: Any) -> None:
+    """On a worker: compare every page that a load writes with its slot, byte for byte, and pages
+    beside them with what they were; ``pages_seen`` ends it."""
+    import ctypes
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    ours = get_kv_transfer_group().worker_side._worker
+    copier, load = ours._copier, ours._copier.load
+    seen = {"pages": 0, "others": 0, "wrong": 0}
+
+    def page(job: Any, block: int) -> list[bytes]:
+        starts = job.run_addresses + block * job.block_stride
+        return [ctypes.string_at(int(start), job.run_bytes) for start in starts]
+
+    def slot(job: Any, position: int) -> list[bytes]:
+        base = int(job.slot_addresses[position])
+        return [
+            ctypes.string_at(base + run * job.run_pitch, job.run_bytes)
+            for run in range(len(job.run_addresses))
+        ]
+
+    def watched(jobs: Any, checks: Any) -> Any:
+        written = {int(block) for job in jobs for block in job.block_ids}
+        others = [block for block in range(200) if block not in written]
+        before = [[page(job, block) for block in others] for job in jobs]
+        ticket = load(jobs, checks)
+        for job, pages in zip(jobs, before, strict=True):
+            for position, block in enumerate(job.block_ids):
+                seen["pages"] += 1
+                seen["wrong"] += page(job, int(block)) != slot(job, position)
+            for block, content in zip(others, pages, strict=True):
+                seen["others"] += 1
+                seen["wrong"] += page(job, block) != content
+        return ticket
+
+    copier.load = watched
+    ours.seen = seen
+
+
+def pages_seen(worker: Any) -> dict[str, int]:
+    """On a worker: end ``watch_pages``; what it counted."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    ours = get_kv_transfer_group().worker_side._worker
+    del ours._copier.load
+    return dict(ours.seen)
+
+
 def fail_checks(worker: Any, rank: int) -> None:
     """On a worker: every load's check fails on one rank, until ``pass_checks``."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

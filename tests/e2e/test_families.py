@@ -112,6 +112,22 @@ def test_restored_equals_cold(bed: Bed, make_prompt: Callable[..., list[int]]) -
     bed.engine.settle()
 
 
+def test_restored_pages_hold_the_stored_bytes(
+    bed: Bed, make_prompt: Callable[..., list[int]]
+) -> None:
+    prompt = make_prompt(1, 3 * bed.chunk + 40)
+    bed.clear()
+    bed.fill(prompt)
+    bed.engine.run("host.on_workers(watch_pages)")
+    bed.engine.one(prompt, max_tokens=2)
+    (seen,) = bed.engine.run("result = host.on_workers(pages_seen)")
+    assert seen["pages"] > 0
+    assert seen["others"] > 0
+    assert seen["wrong"] == 0
+    bed.engine.reset_local()
+    bed.engine.settle()
+
+
 def test_poisoned_group_shows(
     bed: Bed, make_prompt: Callable[..., list[int]], tiny_models: Any
 ) -> None:
