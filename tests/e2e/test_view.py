@@ -1,0 +1,510 @@
+"""vLLM's own objects in neutral words: specs, requests, configurations. No engine is started."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    # vLLM's own imports warn.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    import vllm.v1.request
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
+
+from vllm.v1 import kv_cache_interface as vi
+
+from lmcache_connector import vllm_view
+from lmcache_connector.config import RequestParams
+from lmcache_connector.errors import StartupError, UnsupportedVllmError
+from lmcache_connector.groups import ReuseKind, ReuseRule
+from lmcache_connector.keys import ChunkChain, TokenDatabase
+from lmcache_connector.sides import SchedulerSide, WorkerSide
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+BF16 = torch.bfloat16
+
+
+def parallel(tp: int = 1, dcp: int = 1, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=dcp,
+        **{"nnodes": 1, "enable_elastic_ep": False, "prefill_context_parallel_size": 1, **more},
+    )
+
+
+def vllm_config(tp: int = 1, dcp: int = 1, **more: Any) -> SimpleNamespace:
+    transfer = SimpleNamespace(
+        kv_role="kv_both",
+        kv_connector_extra_config={},
+        engine_id="engine",
+        kv_load_failure_policy="fail",
+        is_kv_consumer=True,
+        is_kv_producer=True,
+    )
+    fields = {
+        "parallel_config": parallel(tp, dcp),
+        "speculative_config": None,
+        "kv_transfer_config": transfer,
+        "cache_config": SimpleNamespace(block_size=128, enable_prefix_caching=True),
+        **more,
+    }
+    return SimpleNamespace(**fields)
+
+
+def group(spec: Any, *names: str, **more: Any) -> Any:
+    return vi.KVCacheGroupSpec(list(names or ["layer"]), spec, **more)
+
+
+def kv_config(*groups: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=list(groups), num_blocks=8)
+
+
+def full(block: int = 16, **more: Any) -> Any:
+    return vi.FullAttentionSpec(
+        **{"block_size": block, "num_kv_heads": 2, "head_size": 64, "dtype": BF16, **more}
+    )
+
+
+def mamba(mode: str = "align", **more: Any) -> Any:
+    return vi.MambaSpec(
+        **{
+            "block_size": 64,
+            "shapes": ((3, 512), (2, 128, 128)),
+            "dtypes": (BF16, torch.float32),
+            "page_size_padded": 163840,
+            "mamba_cache_mode": mode,
+            **more,
+        }
+    )
+
+
+def specs_of(*groups: Any, **config: Any) -> Any:
+    found, problems = vllm_view.group_specs(vllm_config(**config), kv_config(*groups))
+    assert problems == []
+    return found
+
+
+def test_attention_in_all_its_kinds() -> None:
+    window = vi.SlidingWindowSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=BF16, sliding_window=1024
+    )
+    chunked = vi.ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=64, dtype=BF16, attention_chunk_size=8192
+    )
+    found = specs_of(group(full()), group(window), group(chunked), group(mamba()))
+    rules = [one.layers[0].rule for one in found]
+    assert rules == [
+        ReuseRule(ReuseKind.FULL),
+        ReuseRule(ReuseKind.WINDOW, 1023),
+        ReuseRule(ReuseKind.CHUNKED, 8192),
+        ReuseRule(ReuseKind.STATE),
+    ]
+    assert [one.layers[0].page_bytes for one in found] == [
+        16 * 2 * 128 * 2,
+        16 * 2 * 128 * 2,
+        16 * 2 * 128 * 2,
+        3 * 512 * 2 + 2 * 128 * 128 * 4,
+    ]
+    assert found[3].recurrent_state
+
+
+def test_retained_tokens_widen_a_window() -> None:
+    if "extra_retained_tokens" not in vi.SlidingWindowSpec.__dataclass_fields__:
+        pytest.skip("this vLLM has no extra_retained_tokens")
+    window = vi.SlidingWindowSpec(
+        block_size=16,
+        num_kv_heads=2,
+        head_size=64,
+        dtype=BF16,
+        sliding_window=1024,
+        extra_retained_tokens=2,
+    )
+    assert specs_of(group(window))[0].layers[0].rule.tokens == 1025
+
+
+def test_a_window_in_a_full_attention_spec_is_full_attention() -> None:
+    assert specs_of(group(full(sliding_window=1024)))[0].layers[0].rule.kind is ReuseKind.FULL
+
+
+def test_compressed_slots_keep_their_ratio() -> None:
+    latent = vi.MLAAttentionSpec(
+        block_size=256, num_kv_heads=1, head_size=512, dtype=BF16, tokens_per_state=4
+    )
+    layer = specs_of(group(latent))[0].layers[0]
+    assert (layer.tokens_per_block, layer.slots_per_block) == (256, 64)
+    assert layer.page_bytes == 64 * 512 * 2
+
+
+def test_several_specs_in_one_group() -> None:
+    latent = vi.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=BF16)
+    indexer = vi.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    wrapper = vi.UniformTypeKVCacheSpecs(
+        block_size=64, kv_cache_specs={"attn": latent, "indexer": indexer}
+    )
+    (found,) = specs_of(group(wrapper, "attn", "indexer"))
+    assert [layer.page_bytes for layer in found.layers] == [64 * 576 * 2, 64 * 132]
+    assert [layer.dtype for layer in found.layers] == ["bfloat16", "uint8"]
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_context_parallelism_widens_attention_blocks_and_not_states(dcp: int) -> None:
+    found = specs_of(group(full()), group(mamba()), tp=4, dcp=dcp)
+    assert [one.layers[0].tokens_per_block for one in found] == [16 * dcp, 64]
+    assert found[0].layers[0].num_shards == 4
+
+
+def test_shards() -> None:
+    latent = vi.MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=BF16)
+    found = specs_of(group(latent), group(full()), group(mamba()), tp=8)
+    assert [one.layers[0].num_shards for one in found] == [1, 8, 8]
+    if "max_tp_shards" in vi.FullAttentionSpec.__dataclass_fields__:
+        found = specs_of(group(full(max_tp_shards=2)), tp=8)
+        assert found[0].layers[0].num_shards == 2
+
+
+def test_scratch_groups_are_left_out() -> None:
+    ring = getattr(vi, "CircularBufferSpec", None) or getattr(vi, "KpoolTailSpec", None)
+    assert ring is not None
+    scratch = ring(block_size=4, num_kv_heads=1, head_size=64, dtype=BF16)
+    found = specs_of(group(full(), "a"), group(scratch, "b"))
+    assert [one.cacheable for one in found] == [True, False]
+
+
+def test_an_empty_group_of_a_pipeline_stage_keeps_its_block_size() -> None:
+    empty = vi.KVCacheGroupSpec([], mamba())
+    (found,) = specs_of(empty)
+    assert (found.tokens_per_block, found.recurrent_state, found.layers) == (64, True, ())
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (mamba("none"), "--mamba-cache-mode align"),
+        (
+            vi.CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16),
+            "encoder",
+        ),
+        (
+            vi.EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16),
+            "encoder",
+        ),
+    ],
+)
+def test_what_is_refused_names_cause_and_fix(spec: Any, words: str) -> None:
+    _, problems = vllm_view.group_specs(vllm_config(), kv_config(group(full()), group(spec)))
+    assert len(problems) == 1
+    assert "group 1" in problems[0]
+    assert words in problems[0]
+
+
+def test_an_unknown_spec_is_refused() -> None:
+    class Strange(vi.AttentionSpec):
+        pass
+
+    strange = Strange(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16)
+    _, problems = vllm_view.group_specs(vllm_config(), kv_config(group(strange)))
+    assert len(problems) == 1
+    assert "Strange" in problems[0]
+
+
+def test_a_subclass_of_a_known_spec_is_classified_by_its_base() -> None:
+    class Mine(vi.FullAttentionSpec):
+        pass
+
+    mine = Mine(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16)
+    assert specs_of(group(mine))[0].layers[0].rule.kind is ReuseKind.FULL
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"parallel_config": parallel(nnodes=2)}, "--nnodes 1"),
+        ({"parallel_config": parallel(enable_elastic_ep=True)}, "elastic"),
+        ({"parallel_config": parallel(prefill_context_parallel_size=2)}, "prefill-context"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "--speculative-config"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "--speculative-config"),
+    ],
+)
+def test_refused_deployments(change: dict[str, Any], words: str) -> None:
+    problems = vllm_view.config_problems(vllm_config(**change))
+    assert len(problems) == 1
+    assert words in problems[0]
+
+
+def test_extracting_hidden_states_is_allowed() -> None:
+    speculative = SimpleNamespace(method="extract_hidden_states")
+    assert vllm_view.config_problems(vllm_config(speculative_config=speculative)) == []
+
+
+@pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])
+def test_all_problems_are_reported_at_once(side: Any) -> None:
+    config = vllm_config(
+        parallel_config=parallel(nnodes=2),
+        speculative_config=SimpleNamespace(method="mtp"),
+    )
+    config.kv_transfer_config.kv_role = "kv_neither"
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "chunk_sizes": 256,
+        "max_local_cpu_size": "-1",
+    }
+    with pytest.raises(StartupError) as refused:
+        side(config, kv_config(group(mamba("none"))))
+    text = str(refused.value)
+    for words in ("nnodes", "mtp", "kv_neither", "chunk_size", "max_local_cpu_size", "align"):
+        assert words in text
+    assert len(refused.value.problems) == 6
+
+
+def test_an_illegal_chunk_size_names_the_legal_one() -> None:
+    config = vllm_config()
+    config.kv_transfer_config.kv_connector_extra_config = {"chunk_size": 100}
+    with pytest.raises(StartupError, match="64 or 128"):
+        WorkerSide(config, kv_config(group(mamba()), group(full())))
+
+
+def test_a_vllm_without_a_needed_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_view.require_vllm()
+    needed = ("vllm.v1.kv_cache_interface", "MambaSpec", "no_such_field")
+    monkeypatch.setattr(vllm_view, "_REQUIRED", (*vllm_view._REQUIRED, needed))
+    with pytest.raises(UnsupportedVllmError, match=r"no_such_field.*>=0\.30,<0\.34"):
+        vllm_view.require_vllm()
+
+
+def test_fractions_of_a_token_per_state_are_refused_or_whole() -> None:
+    pooled = full(block=16, tokens_per_state=Fraction(1, 2))
+    layer = specs_of(group(pooled))[0].layers[0]
+    assert layer.slots_per_block == 32
+
+
+# ---- requests -----------------------------------------------------------------------------------
+
+
+def make_request(prompt: list[int], **more: Any) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=4),
+        pooling_params=None,
+        **more,
+    )
+
+
+def hashes(request: Any, digests: dict[Any, str] | None = None, counters: bool = False) -> Any:
+    view = vllm_view.VllmRequest(request, counters, {} if digests is None else digests)
+    chain = ChunkChain(TokenDatabase(b"namespace", 16))
+    chain.extend(view.tokens, view.num_tokens, view.extra())
+    return list(chain.hashes)
+
+
+PROMPT = list(range(3, 83))
+
+
+def adapter(path: Path, content: bytes, name: str = "x", number: int = 1, **more: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    path.mkdir(exist_ok=True)
+    (path / "adapter_model.safetensors").write_bytes(content)
+    (path / "adapter_config.json").write_text("{}")
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path), **more)
+
+
+def image(identifier: str, offset: int, length: int = 8) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    return MultiModalFeatureSpec(
+        data=None,
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=length),
+    )
+
+
+def test_a_prompt_alone() -> None:
+    assert hashes(make_request(PROMPT)) == hashes(make_request(PROMPT))
+    assert len(hashes(make_request(PROMPT))) == 5
+
+
+def test_salts() -> None:
+    plain, salted = hashes(make_request(PROMPT)), hashes(make_request(PROMPT, cache_salt="a"))
+    other = hashes(make_request(PROMPT, cache_salt="b"))
+    assert not set(plain) & set(salted)
+    assert not set(other) & set(salted)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    plain = hashes(make_request(PROMPT))
+    first = hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"1")))
+    renamed = hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"1", "y", 2)))
+    changed = hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2", "x", 3)))
+    everything = [plain, first, renamed, changed]
+    assert len({hash_ for one in everything for hash_ in one}) == 20
+
+
+def test_an_adapter_is_read_once_per_load(tmp_path: Path) -> None:
+    digests: dict[Any, str] = {}
+    first = hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"1")), digests)
+    # The files change while the engine keeps what it loaded.
+    same_load = make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2"))
+    assert hashes(same_load, digests) == first
+    reloaded = adapter(tmp_path / "x", b"2", load_inplace=True)
+    again = hashes(make_request(PROMPT, lora_request=reloaded), digests)
+    assert not set(again) & set(first)
+    assert hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2")), digests) == (
+        again
+    )
+
+
+def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path) -> None:
+    request = make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"1"))
+    for file in (tmp_path / "x").iterdir():
+        file.unlink()
+    os.rmdir(tmp_path / "x")
+    with pytest.raises(OSError, match="x"):
+        hashes(request)
+
+
+def test_images() -> None:
+    plain = hashes(make_request(PROMPT))
+    first = hashes(make_request(PROMPT, mm_features=[image("cat", 20)]))
+    other = hashes(make_request(PROMPT, mm_features=[image("dog", 20)]))
+    moved = hashes(make_request(PROMPT, mm_features=[image("cat", 24)]))
+    # The text before the image is the same text.
+    assert first[0] == plain[0] == other[0] == moved[0]
+    assert len({one[1] for one in (plain, first, other, moved)}) == 4
+    two = hashes(make_request(PROMPT, mm_features=[image("cat", 20), image("dog", 50)]))
+    assert two[:3] == first[:3]
+    assert two[3] != first[3]
+
+
+def test_images_that_are_counters_are_not_cached() -> None:
+    request = make_request(PROMPT, mm_features=[image("1", 20)])
+    view = vllm_view.VllmRequest(request, True, {})
+    assert view.uncacheable is not None
+    assert "--mm-processor-cache-gb" in view.uncacheable
+    assert vllm_view.VllmRequest(make_request(PROMPT), True, {}).uncacheable is None
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "counters"),
+    [(4, True, False), (4, False, False), (0, True, False), (0, False, True)],
+)
+def test_when_identifiers_are_counters(cache_gb: int, prefix_caching: bool, counters: bool) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb)
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert vllm_view.mm_identifiers_are_counters(config) is counters
+
+
+def test_embeddings() -> None:
+    torch.manual_seed(0)
+    one, two = torch.randn(80, 8), torch.randn(80, 8)
+    first = hashes(make_request(None, prompt_embeds=one))
+    assert first == hashes(make_request(None, prompt_embeds=one.clone()))
+    assert not set(first) & set(hashes(make_request(None, prompt_embeds=two)))
+    half = torch.cat([one[:40], two[40:]])
+    mixed = hashes(make_request(None, prompt_embeds=half))
+    assert mixed[:2] == first[:2]
+    assert mixed[2] != first[2]
+
+
+def test_request_parameters_reach_the_view() -> None:
+    request = make_request(PROMPT)
+    request.kv_transfer_params = {"min_hit_tokens": 3}
+    view = vllm_view.VllmRequest(request, False, {})
+    assert view.kv_transfer_params == {"min_hit_tokens": 3}
+    assert RequestParams(3, None).min_hit_tokens == 3
+
+
+# ---- namespaces ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text('{"a": 1}')
+    (path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}weights")
+    return path
+
+
+def facts(model_dir: Path, **change: Any) -> dict[str, object]:
+    text = change.pop("text", '{"rope_theta": 1}')
+    model = SimpleNamespace(
+        model=str(model_dir),
+        revision=None,
+        hf_config=SimpleNamespace(_commit_hash=None),
+        hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: text),
+        dtype=change.pop("dtype", BF16),
+        quantization=change.pop("quantization", None),
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(
+            cache_dtype=change.pop("cache_dtype", "auto"),
+            calculate_kv_scales=change.pop("scales", False),
+        ),
+        parallel_config=parallel(change.pop("tp", 1), change.pop("dcp", 1)),
+        speculative_config=None,
+        quant_config=None,
+    )
+    assert not change
+    return vllm_view.namespace_facts(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": '{"rope_theta": 2}'},
+        {"dtype": torch.float16},
+        {"quantization": "fp8"},
+        {"cache_dtype": "fp8"},
+        {"tp": 2},
+        {"dcp": 2},
+        {"scales": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_the_bytes_changes_the_namespace(
+    model_dir: Path, change: dict[str, Any]
+) -> None:
+    assert facts(model_dir) == facts(model_dir)
+    assert facts(model_dir, **change) != facts(model_dir)
+
+
+def test_weights_at_the_same_path(model_dir: Path) -> None:
+    before = facts(model_dir)
+    (model_dir / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}weightz")
+    assert facts(model_dir) != before
+
+
+def test_scales_found_at_run_time_are_this_process_only(model_dir: Path) -> None:
+    assert facts(model_dir, scales=True) != facts(model_dir, scales=True)
+
+
+def test_backends_and_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    layers = {"layer": SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    names = vllm_view.backend_names(config, kv_config(group(full())))
+    assert "CPUAttentionBackend" in names[0]
+    assert names[-1].startswith("cpu/")
+    change: Callable[..., None] = monkeypatch.setattr
+    change(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert vllm_view.backend_names(config, kv_config(group(full()))) != names
