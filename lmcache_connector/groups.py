@@ -100,7 +100,6 @@ class LayerSpec(msgspec.Struct, frozen=True):
     num_shards: int
     # Heads axis of the registered tensor: head slots where a backend packs heads.
     num_heads: int = 1
-    head_size: int = 0
     # "attention", "mla", "hidden" or "state"; names the layer's family in messages.
     family: str = "attention"
 

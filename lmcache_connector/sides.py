@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from lmcache_connector import __version__, vllm_view
+from lmcache_connector import __version__, vllm_faults, vllm_request, vllm_view
 from lmcache_connector.chunk_size import choose_chunk_size
 from lmcache_connector.config import (
     Config,
@@ -51,7 +51,9 @@ _ATTACH_SECONDS = 10.0
 class _Setup:
     """What both sides derive from vLLM's configuration, all problems found at once."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, owns_pool: bool
+    ) -> None:
         problems = vllm_view.config_problems(vllm_config)
         loaded: LoadedConfig | None = None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
@@ -61,6 +63,11 @@ class _Setup:
             problems.extend(error.problems)
         groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
         problems.extend(group_problems)
+        if loaded is not None and loaded.config.save_decode_cache:
+            problems.extend(vllm_view.decode_problems(kv_cache_config))
+        if loaded is not None and owns_pool:
+            problem = check_memory_budget(loaded.config.max_local_cpu_bytes)
+            problems.extend([problem] if problem else [])
         self.groups: tuple[EngineGroupSpec, ...] = groups
         if not group_problems:
             try:
@@ -81,18 +88,15 @@ class SchedulerSide:
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
-        self._setup = setup = _Setup(vllm_config, kv_cache_config)
+        self._setup = setup = _Setup(vllm_config, kv_cache_config, owns_pool=True)
         config = setup.config
-        problem = check_memory_budget(config.max_local_cpu_bytes)
-        if problem is not None:
-            raise StartupError([problem])
         transfer = vllm_config.kv_transfer_config
         if not config.fail_on_load_error:
             # vLLM's default would fail users' requests over a lost cache entry. It reads the
             # policy after it has built the connector.
             transfer.kv_load_failure_policy = "recompute"
         self._facts = vllm_view.namespace_facts(vllm_config)
-        self._mm_counters = vllm_view.mm_identifiers_are_counters(vllm_config)
+        self._mm_counters = vllm_request.mm_identifiers_are_counters(vllm_config)
         self._adapter_digests: dict[tuple[int, str], str] = {}
         self._scheduler = CacheScheduler(
             config,
@@ -100,12 +104,13 @@ class SchedulerSide:
             can_load=transfer.is_kv_consumer,
             can_store=transfer.is_kv_producer,
             counters=Counters(),
+            checkpoint_groups=vllm_view.checkpoint_groups(kv_cache_config),
         )
         parallel = vllm_config.parallel_config
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._early_geometries: dict[int, WorkerGeometry] = {}
         self._block_size_checked = False
-        rope_hint = vllm_view.mla_rope_hint(vllm_config, setup.groups)
+        rope_hint = vllm_faults.mla_rope_hint(vllm_config, setup.groups)
         for warning in (*setup.loaded.warnings, setup.chunk_warning, rope_hint):
             if warning:
                 logger.warning(warning)
@@ -119,7 +124,11 @@ class SchedulerSide:
     def on_handshake(self, metadata: Sequence[Any]) -> None:
         """All ranks' registrations, before the first request. Under a MultiConnector these may be
         another child's: then the workers' first reports bring ours."""
-        geometries = [value for value in metadata if isinstance(value, WorkerGeometry)]
+        geometries = [
+            value
+            for value in metadata
+            if isinstance(value, WorkerGeometry) and value.chunk_tokens == self._setup.chunk_tokens
+        ]
         if len(geometries) == self._num_ranks:
             self._attach(geometries, wait_seconds=_ATTACH_SECONDS)
 
@@ -169,21 +178,25 @@ class SchedulerSide:
     def _check_block_size(self) -> None:
         # Not before the first request: vLLM resets the value after the connector is built.
         self._block_size_checked = True
-        block = vllm_view.block_size_reset_hint(self._vllm_config, self._setup.groups)
-        if block is not None:
-            logger.warning(
-                "vLLM reset its block size to %d after it built state blocks of %d tokens: prefill "
-                "steps end where no state is kept, so that a cold prompt leaves nothing to "
-                "restore; start with --block-size %d",
-                self._vllm_config.cache_config.block_size,
-                block,
-                block,
-            )
+        block = vllm_faults.lost_block_size(self._vllm_config, self._setup.groups)
+        if block is None:
+            return
+        cache = self._vllm_config.cache_config
+        logger.warning(
+            "vLLM reset its block size to %d after it built state blocks of %d tokens; prefill "
+            "steps would end inside them, and the states cached there would be wrong. It is set "
+            "back; start with --block-size %d to be independent of this",
+            cache.block_size,
+            block,
+            block,
+        )
+        # The scheduler reads it at every step.
+        cache.block_size = block
 
-    def _view(self, request: Request) -> vllm_view.VllmRequest:
-        return vllm_view.VllmRequest(request, self._mm_counters, self._adapter_digests)
+    def _view(self, request: Request) -> vllm_request.VllmRequest:
+        return vllm_request.VllmRequest(request, self._mm_counters, self._adapter_digests)
 
-    def _params(self, view: vllm_view.VllmRequest) -> RequestParams:
+    def _params(self, view: vllm_request.VllmRequest) -> RequestParams:
         params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
         for warning in warnings:
             warn_every(logger, "request parameters", 60.0, "%s", warning)
@@ -206,7 +219,7 @@ class SchedulerSide:
         self._scheduler.after_alloc(request.request_id, block_ids, external_tokens)
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
-        return self._scheduler.build_step(vllm_view.step_view(scheduler_output))
+        return self._scheduler.build_step(vllm_request.step_view(scheduler_output))
 
     def on_worker_meta(self, meta: Any) -> None:
         if not isinstance(meta, WorkerMeta):
@@ -244,7 +257,7 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._setup = _Setup(vllm_config, kv_cache_config)
+        self._setup = _Setup(vllm_config, kv_cache_config, owns_pool=False)
         self._worker: CacheWorker | None = None
         self._geometry_known = False
 

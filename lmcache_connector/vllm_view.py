@@ -7,9 +7,9 @@ checked by feature, never by version.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,20 +25,29 @@ from lmcache_connector.groups import (
     ReuseKind,
     ReuseRule,
 )
-from lmcache_connector.keys import adapter_digest, model_digest
-from lmcache_connector.scheduler.request import StepView
+from lmcache_connector.keys import model_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.request import Request
 
 SUPPORTED_VLLM = ">=0.30,<0.34"
 
 # Names without which the connector cannot be correct: (module, object, attribute or None).
 _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", None),
+    *(
+        ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", hook)
+        # Hooks that this connector overrides: one that vLLM does not call never fires.
+        for hook in (
+            "bind_gpu_block_pool",
+            "build_connector_worker_meta",
+            "get_transfer_results",
+            "has_pending_push_work",
+            "on_new_request",
+            "set_xfer_handshake_metadata_pp_aware",
+            "update_connector_output",
+        )
+    ),
     ("vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA", None),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
@@ -50,6 +59,7 @@ _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
     ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", None),
     ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", None),
     ("vllm.v1.kv_cache_interface", "MambaSpec", "mamba_cache_mode"),
+    ("vllm.v1.kv_cache_interface", "MambaSpec", "state_content_size_bytes"),
     ("vllm.v1.kv_cache_interface", "AttentionSpec", "tokens_per_state"),
 )
 
@@ -102,15 +112,21 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
             f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size} is not "
             "supported; use 1"
         )
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type not in ("cpu", "cuda"):
+        problems.append(
+            f"device type {current_platform.device_type!r}: copies are written for CUDA, ROCm and "
+            "CPUs; start without a connector"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "extract_hidden_states":
         problems.append(
             f"--speculative-config method {speculative.method!r} is not supported with this "
             "connector: a drafter's own cache would not be restored; remove it"
         )
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_role not in ("kv_both", "kv_producer", "kv_consumer"):
-        role = None if transfer is None else transfer.kv_role
+    role = vllm_config.kv_transfer_config.kv_role
+    if role not in ("kv_both", "kv_producer", "kv_consumer"):
         problems.append(
             f"kv_role={role!r} is not one of kv_both, kv_producer (stores only), kv_consumer "
             "(loads only)"
@@ -202,10 +218,16 @@ def _layer_spec(
             dtype="int8",
             rule=STATE,
             num_shards=1 if replicated else tp_size,
-            head_size=spec.state_content_size_bytes,
             family="state",
         )
-    rule = _attention_rule(spec)
+    if getattr(spec, "non_causal", False):
+        problems.append(
+            f"{where}: its layers attend to later tokens of the prompt (prefix LM), so that a "
+            "prefix does not decide its KV; start without a connector"
+        )
+        return None
+    # An out-of-tree class may have reuse rules of its own, whatever it inherits.
+    rule = _attention_rule(spec) if type(spec).__module__.startswith("vllm.") else None
     if rule is None:
         problems.append(
             f"{where} is unknown to this connector, so that nothing can be said about when its "
@@ -216,7 +238,6 @@ def _layer_spec(
     if sharded and rule.kind is not ReuseKind.FULL:
         problems.append(f"{where}: context-parallel sliding windows are not supported")
         return None
-    element_size = spec.dtype.itemsize
     num_slots = int(spec.num_states)
     page_bytes = int(getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes))
     return LayerSpec(
@@ -228,7 +249,6 @@ def _layer_spec(
         rule=rule,
         num_shards=_attention_shards(spec, tp_size, sharded),
         num_heads=spec.num_heads,
-        head_size=page_bytes // (spec.num_heads * num_slots * element_size),
         family=_family(spec),
     )
 
@@ -261,51 +281,22 @@ def _attention_shards(spec: KVCacheSpec, tp_size: int, dcp_sharded: bool) -> int
     return int(max_shards)
 
 
-def block_size_reset_hint(vllm_config: VllmConfig, groups: Sequence[EngineGroupSpec]) -> int | None:
-    """The state groups' block size when vLLM's own configuration has lost it, else None.
-
-    The multi-process engine re-runs the configuration's checks after the caches exist; on CPU
-    that resets cache_config.block_size to 128, and prefill steps end where no state is kept.
-    """
-    blocks = {
-        layer.tokens_per_block
-        for group in groups
-        for layer in group.layers
-        if layer.rule.kind is ReuseKind.STATE
-    }
-    if len(blocks) != 1 or vllm_config.cache_config.block_size in blocks:
-        return None
-    return blocks.pop()
+def decode_problems(kv_cache_config: KVCacheConfig) -> list[str]:
+    """What forbids storing generated tokens, one sentence each."""
+    return [
+        f"KV cache group {group_id} keeps only a window of generated tokens (R-SWA): their KV is "
+        "not that of a prompt; set save_decode_cache to false"
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        if _is(group.kv_cache_spec, "RSWASpec")
+    ]
 
 
-def mla_rope_hint(vllm_config: VllmConfig, groups: Sequence[EngineGroupSpec]) -> str | None:
-    """A warning when this build's CPU rotary kernel is wrong on MLA's 3-D queries, else None.
-
-    Seen in 0.32: only the first rows of a batch are rotated, so that the engine's own answers
-    depend on how a prompt is cut into steps. Restored bytes are exact all the same.
-    """
-    from vllm.platforms import current_platform
-
-    is_mla = any(layer.family == "mla" for group in groups for layer in group.layers)
-    custom_ops = vllm_config.compilation_config.custom_ops
-    if not is_mla or current_platform.device_type != "cpu" or "-rotary_embedding" in custom_ops:
-        return None
-    from vllm import _custom_ops as ops
-
-    positions = torch.arange(1, 9)
-    cos_sin = torch.rand(9, 64)
-    query, key = torch.rand(8, 4, 64), torch.rand(8, 1, 64)
-    batch, alone = query.clone(), query.clone()
-    ops.rotary_embedding(positions, batch, key.clone(), 64, cos_sin, False)
-    for row in range(8):
-        one = slice(row, row + 1)
-        ops.rotary_embedding(positions[one], alone[one], key[one].clone(), 64, cos_sin, False)
-    if torch.allclose(batch, alone):
-        return None
-    return (
-        "this vLLM's CPU rotary kernel is wrong for MLA: its answers depend on how a prompt is cut "
-        "into steps, with or without a cache; start with --compilation-config "
-        '\'{"custom_ops":["-rotary_embedding"]}\''
+def checkpoint_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """KV cache groups whose kernels leave states at boundaries inside a prefill step."""
+    return frozenset(
+        group_id
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0) > 0
     )
 
 
@@ -351,7 +342,8 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     taps = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", ())
     facts: dict[str, object] = {
         "model": model_digest(model.model, _commit(model)),
-        "text_config": model.hf_text_config.to_json_string(use_diff=False),
+        "config": _config_text(model.hf_config),
+        "text_config": _config_text(model.hf_text_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "quantization_config": type(quantization).__name__ if quantization is not None else "",
@@ -363,10 +355,21 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "interleave": str(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
         "hidden_state_taps": ",".join(str(tap) for tap in taps or ()),
     }
+    if "longrope" in str(facts["text_config"]):
+        # LongRoPE chooses its factors by the model length that the engine serves.
+        facts["max_model_len"] = model.max_model_len
     if getattr(cache, "calculate_kv_scales", False):
         # Scales found from this process's first batch: no other process can read the bytes.
         facts["kv_scales"] = os.urandom(16).hex()
     return facts
+
+
+def _config_text(config: Any) -> str:
+    """The effective configuration after overrides, without where it was read from and by what."""
+    fields = dict(config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):
+        fields.pop(name, None)
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def _commit(model_config: Any) -> str | None:
@@ -375,133 +378,3 @@ def _commit(model_config: Any) -> str | None:
     commit: str | None = getattr(model_config.hf_config, "_commit_hash", None)
     revision: str | None = model_config.revision
     return commit or revision
-
-
-# ---- requests and steps ---------------------------------------------------------------------
-
-
-class VllmRequest:
-    """A live window on one vLLM request; implements RequestView."""
-
-    __slots__ = (
-        "_adapter_digests",
-        "_adapter_reloaded",
-        "_mm_cursor",
-        "_request",
-        "_uncacheable",
-    )
-
-    def __init__(
-        self,
-        request: Request,
-        mm_identifiers_are_counters: bool,
-        adapter_digests: dict[tuple[int, str], str],
-    ) -> None:
-        """``adapter_digests`` is shared by all requests: files are read once per adapter load,
-        and vLLM gives every load an id of its own."""
-        self._request = request
-        self._adapter_digests = adapter_digests
-        self._adapter_reloaded = False
-        # (token position, index of the first image that may reach it): ranges come in order.
-        self._mm_cursor = (0, 0)
-        self._uncacheable: str | None = None
-        if mm_identifiers_are_counters and request.mm_features:
-            self._uncacheable = (
-                "multimodal requests, whose identifiers are per-process counters while "
-                "--mm-processor-cache-gb is 0 and prefix caching is off; set one of them"
-            )
-
-    @property
-    def request_id(self) -> str:
-        return str(self._request.request_id)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._request.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self._request.num_prompt_tokens)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return int(self._request.num_computed_tokens)
-
-    @property
-    def skip_reading(self) -> bool:
-        return bool(getattr(self._request, "skip_reading_prefix_cache", False))
-
-    @property
-    def uncacheable(self) -> str | None:
-        return self._uncacheable
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, object]:
-        return self._request.kv_transfer_params or {}
-
-    def tokens(self, start: int, end: int) -> Sequence[int]:
-        tokens: Sequence[int] = self._request.all_token_ids[start:end]
-        return tokens
-
-    def extra(self) -> Callable[[int, int], object | None] | None:
-        request = self._request
-        if not (
-            request.mm_features
-            or request.lora_request
-            or request.cache_salt
-            or request.prompt_embeds is not None
-        ):
-            return None
-        if request.lora_request:
-            self._adapter_digest()  # raises here, not in the middle of a chain
-        return self._extra_keys
-
-    def _adapter_digest(self) -> str | None:
-        lora = self._request.lora_request
-        if lora is None:
-            return None
-        key = (lora.lora_int_id, lora.lora_path)
-        # A request that reloads its adapter in place brings new weights under an old id.
-        reload = getattr(lora, "load_inplace", False) and not self._adapter_reloaded
-        if key not in self._adapter_digests or reload:
-            self._adapter_digests[key] = adapter_digest(lora.lora_path)
-            self._adapter_reloaded = True
-        return self._adapter_digests[key]
-
-    def _extra_keys(self, start: int, end: int) -> object | None:
-        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-        request = self._request
-        position, mm_index = self._mm_cursor
-        if start < position:
-            mm_index = 0
-        keys, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
-        self._mm_cursor = (end, mm_index)
-        kinds = getattr(request, "prompt_is_token_ids", None)
-        kind_bits = bytes(bool(bit) for bit in kinds[start:end]) if kinds is not None else None
-        adapter = self._adapter_digest()
-        if keys is None and adapter is None and kind_bits is None:
-            return None  # leading text of a request with images: the same as plain text
-        return (keys, adapter, kind_bits)
-
-
-def mm_identifiers_are_counters(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM numbers images per process instead of hashing their content."""
-    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    if multimodal is None:
-        return False
-    return not (
-        multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching
-    )
-
-
-def step_view(scheduler_output: SchedulerOutput) -> StepView:
-    """One scheduled step; valid only inside build_connector_meta."""
-    state = scheduler_output.kv_connector_block_state
-    if state is None:
-        return StepView({}, lambda request_id: None, {})
-    return StepView(
-        scheduled=scheduler_output.num_scheduled_tokens,
-        block_ids=state.get_block_ids,
-        boundary_states=state.boundary_state_offloads,
-    )

@@ -68,6 +68,10 @@ class RequestState:
     next_chunk: int = 0
     # Asked tokens are counted once per request.
     counted: bool = False
+    # Counts admissions: what was scheduled under an earlier one may have fed other tokens.
+    attempt: int = 0
+    # As of the last step; a streaming session that goes on with new input changes it.
+    num_prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -76,10 +80,21 @@ class PendingStore:
 
     generation: int
     request_id: str
+    # Of the request when the step was built.
+    attempt: int
+    num_prompt_tokens: int
     waiting_ranks: set[int]
     parts: list[StorePart]
     # By part, by shard.
     digests: list[list[int | None]] = field(default_factory=list)
+
+    def bind(self, hashes: Sequence[bytes]) -> None:
+        """Give the parts without a key theirs, as far as ``hashes`` goes."""
+        for part in self.parts:
+            if part.chunk_hash is None and part.chunk < len(hashes):
+                part.late = True
+                part.chunk_hash = hashes[part.chunk]
+                part.parent = hashes[part.chunk - 1] if part.chunk else None
 
 
 @dataclass(slots=True)
@@ -92,6 +107,8 @@ class StorePart:
     sizes: list[int]
     chunk_hash: bytes | None
     parent: bytes | None
+    # The key was found after the step was built, and is not reserved against other stores.
+    late: bool = False
 
 
 @dataclass(slots=True)

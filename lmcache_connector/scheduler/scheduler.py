@@ -17,7 +17,14 @@ from lmcache_connector.counters import Counters
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain, TokenDatabase
 from lmcache_connector.log import init_logger, warn_every
-from lmcache_connector.metadata import LoadOp, LoadReport, StepMeta, StoreReport, WorkerMeta
+from lmcache_connector.metadata import (
+    LoadOp,
+    LoadReport,
+    StepMeta,
+    StoreOp,
+    StoreReport,
+    WorkerMeta,
+)
 from lmcache_connector.scheduler import allocate
 from lmcache_connector.scheduler.hit import servable_boundary
 from lmcache_connector.scheduler.layout import CacheLayout
@@ -29,23 +36,20 @@ from lmcache_connector.scheduler.request import (
     RequestState,
     RequestView,
     StepView,
-    StorePart,
 )
 from lmcache_connector.storage.base import Commit, LookupState, Store
 
 logger = init_logger(__name__)
 
-# How far behind a request's newest chunk its last stored one is looked for.
-_CHUNKS_IN_FLIGHT = 64
-
-# RequestState.next_chunk of a request that stores nothing more.
-_NO_CHUNK = 1 << 62
+_NO_CHUNK = 1 << 62  # RequestState.next_chunk of a request that stores nothing more
 
 
 class CacheScheduler:
     """State machine of all requests of one engine core.
 
-    ``namespace`` maps a reset generation to the digest that chunk hashes are chained from.
+    ``namespace`` maps the ranks' fingerprints and a reset's nonce to the digest that chunk hashes
+    are chained from. ``checkpoint_groups`` are the engine groups whose kernels keep states inside
+    a prefill step.
     """
 
     def __init__(
@@ -56,11 +60,13 @@ class CacheScheduler:
         can_load: bool,
         can_store: bool,
         counters: Counters,
+        checkpoint_groups: frozenset[int] = frozenset(),
     ) -> None:
         self._config = config
         self._namespace = namespace
         self._can_load = can_load
         self._can_store = can_store
+        self._checkpoint_groups = checkpoint_groups
         self.ledger = Ledger(counters)
         self.null_block_id = 0
         self._store: Store | None = None
@@ -100,7 +106,12 @@ class CacheScheduler:
         if self._database is None:
             return
         self.on_finished(view.request_id)
-        self._requests[view.request_id] = RequestState(view, ChunkChain(self._database), params)
+        self._requests[view.request_id] = RequestState(
+            view,
+            ChunkChain(self._database),
+            params,
+            num_prompt_tokens=view.num_prompt_tokens,
+        )
 
     def knows(self, request_id: str) -> bool:
         """Whether the request arrived and has not ended."""
@@ -116,6 +127,7 @@ class CacheScheduler:
             return 0
         view = state.view
         state.next_chunk = 0
+        state.attempt += 1
         if view.skip_reading or not self._can_load or state.bypass:
             return 0
         if self._reason_uncacheable(state):
@@ -224,8 +236,8 @@ class CacheScheduler:
     ) -> tuple[LoadOp, PendingLoad]:
         load_id = next(self._ids)
         now = time.monotonic()
-        num_ranks = self._layout.num_ranks if self._layout is not None else 1
-        incarnation = self._store.pool_ref.incarnation if self._store is not None else ""
+        num_ranks = self._layout.num_ranks if self._layout else 1
+        incarnation = self._store.pool_ref.incarnation if self._store else ""
         op = LoadOp(load_id, request_id, incarnation, now + self._config.load_timeout, [])
         pending = PendingLoad(request_id, set(range(num_ranks)), [], external_tokens, 0, now)
         lookup = state.lookup if state is not None else None
@@ -274,11 +286,15 @@ class CacheScheduler:
                     stores.append(op)
         return StepMeta(self._store.pool_ref, stores, loads)
 
-    def _plan_store(self, state: RequestState, step: StepView, end: int) -> allocate.StoreOp | None:
+    def _plan_store(self, state: RequestState, step: StepView, end: int) -> StoreOp | None:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
         assert self._layout is not None
         assert self._store is not None
         view = state.view
+        if view.num_prompt_tokens != state.num_prompt_tokens:
+            # A session went on: what it had not computed by then may be other tokens now.
+            state.chain.truncate(view.num_computed_tokens)
+            state.num_prompt_tokens = view.num_prompt_tokens
         limit = end if self._config.save_decode_cache else min(end, view.num_prompt_tokens)
         if state.params.max_offload_tokens is not None:
             limit = min(limit, state.params.max_offload_tokens)
@@ -299,7 +315,12 @@ class CacheScheduler:
             step_end=end,
             block_ids=block_ids,
             null_block_id=self.null_block_id,
-            boundary_states=step.boundary_states.get(view.request_id, ()),
+            boundary_states=[
+                (group, block, boundary)
+                for group, block, boundary in step.boundary_states.get(view.request_id, ())
+                # A state inside the step is one only where the model's kernels leave it there.
+                if boundary == end or group in self._checkpoint_groups
+            ],
             wanted=self._worth_storing,
         )
         if not parts:
@@ -308,11 +329,14 @@ class CacheScheduler:
         slots = self._store.prepare_store(
             store_id,
             [part.sizes for part in parts],
-            protect=self._last_stored(state.chain.hashes[: chunks.start]),
+            protect=allocate.last_stored(
+                self._layout, self._store.contains, state.chain.hashes[: chunks.start]
+            ),
         )
         kept = len(slots) if slots is not None else 0
         self.ledger.dropped(parts[kept:])
-        if any(self._is_full(part) for part in parts[kept:]):
+        kinds = {self._layout.by_tag[part.group].rule.kind for part in parts[kept:]}
+        if ReuseKind.FULL in kinds:
             # Without this chunk nothing behind it can be served: the head keeps the room.
             state.next_chunk = _NO_CHUNK
         if slots is None:
@@ -326,24 +350,13 @@ class CacheScheduler:
         self._stores[store_id] = PendingStore(
             generation=self._generation,
             request_id=view.request_id,
+            attempt=state.attempt,
+            num_prompt_tokens=view.num_prompt_tokens,
             waiting_ranks=set(range(self._layout.num_ranks)),
             parts=parts,
             digests=[[None] * len(part.sizes) for part in parts],
         )
-        return allocate.StoreOp(store_id, self._store.pool_ref.incarnation, objects[:kept])
-
-    def _last_stored(self, prefix: Sequence[bytes]) -> bytes | None:
-        """The prefix's last chunk that is stored: copies of the ones behind it may still run."""
-        assert self._layout is not None
-        assert self._store is not None
-        for chunk_hash in reversed(prefix[-_CHUNKS_IN_FLIGHT:]):
-            if any(self._store.contains(chunk_hash, group.tag) for group in self._layout.groups):
-                return chunk_hash
-        return None
-
-    def _is_full(self, part: StorePart) -> bool:
-        assert self._layout is not None
-        return self._layout.by_tag[part.group].rule.kind is ReuseKind.FULL
+        return StoreOp(store_id, self._store.pool_ref.incarnation, objects[:kept])
 
     def _worth_storing(self, chunk_hash: bytes, group: str) -> bool:
         assert self._store is not None
@@ -381,7 +394,8 @@ class CacheScheduler:
             if part.chunk_hash is None:
                 self.ledger.dropped([part])
                 continue
-            self._storing.discard((part.chunk_hash, part.group))
+            if not part.late:
+                self._storing.discard((part.chunk_hash, part.group))
             written = [
                 0 if size == 0 else digest for size, digest in zip(part.sizes, digests, strict=True)
             ]
@@ -398,15 +412,16 @@ class CacheScheduler:
         if all(part.chunk_hash is not None for part in pending.parts):
             return
         state = self._requests.get(pending.request_id)
-        if state is None or pending.generation != self._generation:
+        if (
+            state is None
+            or pending.generation != self._generation
+            # The tokens at these positions may not be those that were fed to the model.
+            or pending.attempt != state.attempt
+            or pending.num_prompt_tokens != state.view.num_prompt_tokens
+            or not self._extend_chain(state)
+        ):
             return
-        if not self._extend_chain(state):
-            return
-        hashes = state.chain.hashes
-        for part in pending.parts:
-            if part.chunk_hash is None and part.chunk < len(hashes):
-                part.chunk_hash = hashes[part.chunk]
-                part.parent = hashes[part.chunk - 1] if part.chunk else None
+        pending.bind(state.chain.hashes)
 
     def _on_load_report(self, report: LoadReport) -> None:
         pending = self._loads.get(report.load_id)
@@ -453,7 +468,8 @@ class CacheScheduler:
         self._storing.clear()
         for state in self._requests.values():
             self._drop_lookup(state)
-            state.next_chunk = 0
+            # Its blocks are of before: not kept under the new keys, unless it is recomputed.
+            state.next_chunk = _NO_CHUNK
         if self._store is not None:
             self._store.clear()
             self._new_database(os.urandom(16).hex())
@@ -469,7 +485,7 @@ class CacheScheduler:
             for pending in self._stores.values()
             if pending.generation == self._generation
             for part in pending.parts
-            if part.chunk_hash is not None
+            if part.chunk_hash is not None and not part.late
         }
         assert self._storing == expected, (self._storing, expected)
         if self._store is not None:
@@ -479,6 +495,6 @@ class CacheScheduler:
 
     def shutdown(self) -> None:
         """Close the store."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()

@@ -35,6 +35,9 @@ from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
 
 logger = init_logger(__name__)
 
+# A failed attachment keeps what it had mapped; trying at every step would pile them up.
+_RETRY_SECONDS = 60.0
+
 
 @dataclass(slots=True)
 class _Running:
@@ -60,6 +63,8 @@ class CacheWorker:
         # One attachment per life of a pool, by socket path; ones that copies may still use stay.
         self._clients: list[PoolClient] = []
         self._attached_path: str | None = None
+        # Not before then is a failed attachment tried again.
+        self._next_attempt = 0.0
         self._stores: dict[int, tuple[StoreOp, _Running]] = {}
         self._loads: dict[int, tuple[LoadOp, _Running]] = {}
         self._store_reports: list[StoreReport] = []
@@ -71,9 +76,13 @@ class CacheWorker:
 
     def attach(self, socket_path: str) -> None:
         """Map the pool behind ``socket_path`` on a helper thread; returns at once."""
-        if socket_path == self._attached_path and self._clients[-1].is_alive():
+        now = time.monotonic()
+        if socket_path == self._attached_path and (
+            self._clients[-1].is_alive() or now < self._next_attempt
+        ):
             return
         self._attached_path = socket_path
+        self._next_attempt = now + _RETRY_SECONDS
         client = PoolClient(Path(socket_path), self.geometry.rank, self._copier.register_extent)
         client.start()
         self._clients.append(client)

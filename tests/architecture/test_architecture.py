@@ -31,10 +31,20 @@ LEVELS = {
     "worker": 6,
     "vllm_view": 7,
     "observability": 7,
+    "vllm_faults": 7,
+    "vllm_request": 7,
     "sides": 8,
     "connector": 9,
 }
-MAY_IMPORT_VLLM = {"connector", "vllm_view", "observability", "sides", "__init__"}
+MAY_IMPORT_VLLM = {
+    "connector",
+    "vllm_view",
+    "vllm_faults",
+    "vllm_request",
+    "observability",
+    "sides",
+    "__init__",
+}
 NO_TORCH = {
     "errors",
     "log",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -22,7 +23,7 @@ with warnings.catch_warnings():
 
 from vllm.v1 import kv_cache_interface as vi
 
-from lmcache_connector import vllm_view
+from lmcache_connector import vllm_request, vllm_view
 from lmcache_connector.config import RequestParams
 from lmcache_connector.errors import StartupError, UnsupportedVllmError
 from lmcache_connector.groups import ReuseKind, ReuseRule
@@ -217,12 +218,33 @@ def test_an_unknown_spec_is_refused() -> None:
     assert "Strange" in problems[0]
 
 
-def test_a_subclass_of_a_known_spec_is_classified_by_its_base() -> None:
+def test_an_out_of_tree_subclass_is_refused() -> None:
     class Mine(vi.FullAttentionSpec):
         pass
 
     mine = Mine(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16)
-    assert specs_of(group(mine))[0].layers[0].rule.kind is ReuseKind.FULL
+    _, problems = vllm_view.group_specs(vllm_config(), kv_config(group(mine)))
+    assert len(problems) == 1
+    assert "Mine" in problems[0]
+
+
+def test_layers_that_see_later_tokens_are_refused() -> None:
+    if "non_causal" not in vi.FullAttentionSpec.__dataclass_fields__:
+        pytest.skip("this vLLM has no prefix-LM layers")
+    _, problems = vllm_view.group_specs(vllm_config(), kv_config(group(full(non_causal=True))))
+    assert len(problems) == 1
+    assert "prefix LM" in problems[0]
+
+
+def test_generated_tokens_of_a_reference_window_are_not_stored() -> None:
+    if not hasattr(vi, "RSWASpec"):
+        pytest.skip("this vLLM has no R-SWA")
+    rswa = vi.RSWASpec(block_size=16, num_kv_heads=1, head_size=64, dtype=BF16, rswa_window=64)
+    config = vllm_config()
+    WorkerSide(config, kv_config(group(rswa)))
+    config.kv_transfer_config.kv_connector_extra_config = {"save_decode_cache": True}
+    with pytest.raises(StartupError, match="save_decode_cache"):
+        WorkerSide(config, kv_config(group(rswa)))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +325,7 @@ def make_request(prompt: list[int], **more: Any) -> Any:
 
 
 def hashes(request: Any, digests: dict[Any, str] | None = None, counters: bool = False) -> Any:
-    view = vllm_view.VllmRequest(request, counters, {} if digests is None else digests)
+    view = vllm_request.VllmRequest(request, counters, {} if digests is None else digests)
     chain = ChunkChain(TokenDatabase(b"namespace", 16))
     chain.extend(view.tokens, view.num_tokens, view.extra())
     return list(chain.hashes)
@@ -391,10 +413,10 @@ def test_images() -> None:
 
 def test_images_that_are_counters_are_not_cached() -> None:
     request = make_request(PROMPT, mm_features=[image("1", 20)])
-    view = vllm_view.VllmRequest(request, True, {})
+    view = vllm_request.VllmRequest(request, True, {})
     assert view.uncacheable is not None
     assert "--mm-processor-cache-gb" in view.uncacheable
-    assert vllm_view.VllmRequest(make_request(PROMPT), True, {}).uncacheable is None
+    assert vllm_request.VllmRequest(make_request(PROMPT), True, {}).uncacheable is None
 
 
 @pytest.mark.parametrize(
@@ -408,7 +430,7 @@ def test_when_identifiers_are_counters(cache_gb: int, prefix_caching: bool, coun
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
     )
-    assert vllm_view.mm_identifiers_are_counters(config) is counters
+    assert vllm_request.mm_identifiers_are_counters(config) is counters
 
 
 def test_embeddings() -> None:
@@ -426,7 +448,7 @@ def test_embeddings() -> None:
 def test_request_parameters_reach_the_view() -> None:
     request = make_request(PROMPT)
     request.kv_transfer_params = {"min_hit_tokens": 3}
-    view = vllm_view.VllmRequest(request, False, {})
+    view = vllm_request.VllmRequest(request, False, {})
     assert view.kv_transfer_params == {"min_hit_tokens": 3}
     assert RequestParams(3, None).min_hit_tokens == 3
 
@@ -444,12 +466,16 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def facts(model_dir: Path, **change: Any) -> dict[str, object]:
-    text = change.pop("text", '{"rope_theta": 1}')
+    text, vision = change.pop("text", "default"), change.pop("vision", 1)
     model = SimpleNamespace(
         model=str(model_dir),
         revision=None,
-        hf_config=SimpleNamespace(_commit_hash=None),
-        hf_text_config=SimpleNamespace(to_json_string=lambda use_diff: text),
+        hf_config=SimpleNamespace(
+            _commit_hash=None,
+            to_dict=lambda: {"vision": vision, "_name_or_path": str(model_dir)},
+        ),
+        hf_text_config=SimpleNamespace(to_dict=lambda: {"rope": text, "_name_or_path": "x"}),
+        max_model_len=change.pop("max_model_len", 4096),
         dtype=change.pop("dtype", BF16),
         quantization=change.pop("quantization", None),
     )
@@ -470,7 +496,8 @@ def facts(model_dir: Path, **change: Any) -> dict[str, object]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"text": '{"rope_theta": 2}'},
+        {"text": "other"},
+        {"vision": 2},
         {"dtype": torch.float16},
         {"quantization": "fp8"},
         {"cache_dtype": "fp8"},
@@ -485,6 +512,19 @@ def test_what_changes_the_bytes_changes_the_namespace(
 ) -> None:
     assert facts(model_dir) == facts(model_dir)
     assert facts(model_dir, **change) != facts(model_dir)
+
+
+def test_the_same_weights_at_another_path(model_dir: Path) -> None:
+    elsewhere = model_dir.with_name("elsewhere")
+    shutil.copytree(model_dir, elsewhere)
+    assert facts(elsewhere) == facts(model_dir)
+
+
+def test_the_served_length_decides_long_rope_only(model_dir: Path) -> None:
+    assert facts(model_dir, max_model_len=9999) == facts(model_dir)
+    assert facts(model_dir, text="longrope", max_model_len=9999) != facts(
+        model_dir, text="longrope"
+    )
 
 
 def test_weights_at_the_same_path(model_dir: Path) -> None:

@@ -118,6 +118,7 @@ class World:
         pool_bytes: int = 8 << 20,
         can_load: bool = True,
         can_store: bool = True,
+        checkpoint_groups: set[int] | None = None,
         **config: Any,
     ) -> None:
         groups = tuple(kernel_group(i, rule, 128) for i, rule in enumerate(rules))
@@ -154,6 +155,7 @@ class World:
             can_load=can_load,
             can_store=can_store,
             counters=Counters(),
+            checkpoint_groups=frozenset(checkpoint_groups or ()),
         )
         self.scheduler.attach(self.layout, self.engine)
         self.states: dict[str, list[tuple[int, int, int]]] = {}
@@ -436,9 +438,9 @@ def test_states_are_stored_where_they_are_and_nowhere_else() -> None:
     states = [obj for obj in meta.stores[0].objects if obj.group == "state"]
     assert [(obj.end_tokens, obj.block_ids) for obj in states] == [(512, {1: [102]})]
     world.scheduler.on_worker_meta(world.stored(meta.stores[0]))
-    # This one passes 768 and ends inside a chunk; vLLM hands off the state of 768.
+    # vLLM hands off the state of 768 in another block than the table's.
     world.states["a"] = [(1, 77, 768)]
-    meta = world.step({request: 300})
+    meta = world.step({request: 256})
     states = [obj for obj in meta.stores[0].objects if obj.group == "state"]
     assert [(obj.end_tokens, obj.block_ids) for obj in states] == [(768, {1: [77]})]
     world.scheduler.on_worker_meta(world.stored(meta.stores[0]))
@@ -449,6 +451,110 @@ def test_states_are_stored_where_they_are_and_nowhere_else() -> None:
     for request_id in "bcd":
         world.scheduler.on_finished(request_id)
     world.settle()
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_a_state_inside_a_step_is_trusted_only_with_checkpoints(has_checkpoints: bool) -> None:
+    world = World(rules=(FULL, STATE), checkpoint_groups={1} if has_checkpoints else set())
+    request = Request("a", prompt(1, 700))
+    world.arrive(request)
+    world.states["a"] = [(1, 77, 512)]
+    meta = world.step({request: 600})
+    states = [obj for obj in meta.stores[0].objects if obj.group == "state"]
+    assert [obj.block_ids for obj in states] == ([{1: [77]}] if has_checkpoints else [])
+    world.scheduler.on_worker_meta(world.stored(meta.stores[0]))
+    world.scheduler.on_finished("a")
+    world.settle()
+
+
+def decode_to(world: World, request: Request, end: int) -> StoreOp:
+    """Steps of one token whose ids are not confirmed yet; the store that completes a chunk."""
+    while request.num_computed_tokens < end:
+        meta = world.step({request: 1})
+    (op,) = meta.stores
+    return op
+
+
+def test_a_session_that_goes_on_does_not_key_what_it_replaced() -> None:
+    world = World(save_decode_cache=True)
+    request = Request("a", prompt(1, 250))
+    world.run_cold(request)
+    op = decode_to(world, request, 256)
+    request.all_tokens += [7] * 6
+    # The last token was a stop token; new input takes its place.
+    request.all_tokens[255:] = prompt(2, 300)
+    request.num_prompt_tokens = request.num_tokens
+    request.num_computed_tokens = 255
+    world.scheduler.on_worker_meta(world.stored(op))
+    assert world.engine.stats().rows == 0
+    world.scheduler.on_finished("a")
+    world.settle()
+
+
+def test_a_session_that_goes_on_forgets_hashes_of_what_it_replaced() -> None:
+    world = World(save_decode_cache=True)
+    request = Request("a", prompt(1, 250))
+    world.run_cold(request)
+    op = decode_to(world, request, 256)
+    request.all_tokens += [7] * 6
+    world.scheduler.on_worker_meta(world.stored(op))
+    before = list(request.all_tokens)
+    request.all_tokens[255:] = [8, *prompt(2, 300)]
+    request.num_prompt_tokens = request.num_tokens
+    request.num_computed_tokens = 255
+    for store in world.step({request: request.num_tokens - 255}).stores:
+        world.scheduler.on_worker_meta(world.stored(store))
+    world.scheduler.on_finished("a")
+    assert world.arrive(Request("b", before[:256] + request.all_tokens[256:])) == 256
+    world.scheduler.on_finished("b")
+    world.settle()
+
+
+def test_a_copy_of_before_a_preemption_is_not_keyed_by_later_tokens() -> None:
+    world = World(save_decode_cache=True)
+    request = Request("a", prompt(1, 250))
+    world.run_cold(request)
+    op = decode_to(world, request, 256)
+    # Outputs in flight are dropped with the preemption and sampled again.
+    world.scheduler.match("a", 0)
+    request.all_tokens += prompt(3, 20)
+    world.scheduler.on_worker_meta(world.stored(op))
+    assert world.engine.stats().rows == 0
+    world.scheduler.on_finished("a")
+    world.settle()
+
+
+def test_books_balance_while_a_late_key_is_in_flight() -> None:
+    world = World(save_decode_cache=True)
+    requests = [Request(name, prompt(1, 250)) for name in "ab"]
+    ops = []
+    for request in requests:
+        world.run_cold(request)
+        ops.append(decode_to(world, request, 256))
+        request.all_tokens += [7] * 10
+        world.scheduler.on_finished(request.request_id)
+        world.scheduler.check_integrity()
+    for op in ops:
+        world.scheduler.on_worker_meta(world.stored(op))
+        world.scheduler.check_integrity()
+    world.settle()
+
+
+def test_a_running_request_does_not_refill_what_was_reset(world: World) -> None:
+    request = Request("a", prompt(1, 800))
+    world.arrive(request)
+    (store,) = world.step({request: 300}).stores
+    world.scheduler.on_worker_meta(world.stored(store))
+    world.scheduler.reset()
+    assert world.step({request: 500}).stores == []
+    assert world.engine.stats().rows == 0
+    # Recomputed from the start, it is stored again.
+    request.num_computed_tokens = 0
+    assert world.scheduler.match("a", 0) == 0
+    (store,) = world.step({request: 800}).stores
+    world.scheduler.on_worker_meta(world.stored(store))
+    assert world.engine.stats().rows == 6
+    world.scheduler.on_finished("a")
 
 
 def test_concurrent_requests_store_a_shared_prefix_once(world: World) -> None:

@@ -1,0 +1,141 @@
+"""vLLM's requests and steps in neutral words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_connector.keys import adapter_digest
+from lmcache_connector.scheduler.request import StepView
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class VllmRequest:
+    """A live window on one vLLM request; implements RequestView."""
+
+    __slots__ = (
+        "_adapter_digests",
+        "_adapter_reloaded",
+        "_mm_cursor",
+        "_request",
+        "_uncacheable",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        mm_identifiers_are_counters: bool,
+        adapter_digests: dict[tuple[int, str], str],
+    ) -> None:
+        """``adapter_digests`` is shared by all requests: files are read once per adapter load,
+        and vLLM gives every load an id of its own."""
+        self._request = request
+        self._adapter_digests = adapter_digests
+        self._adapter_reloaded = False
+        # (token position, index of the first image that may reach it): ranges come in order.
+        self._mm_cursor = (0, 0)
+        self._uncacheable: str | None = None
+        if mm_identifiers_are_counters and request.mm_features:
+            self._uncacheable = (
+                "multimodal requests, whose identifiers are per-process counters while "
+                "--mm-processor-cache-gb is 0 and prefix caching is off; set one of them"
+            )
+
+    @property
+    def request_id(self) -> str:
+        return str(self._request.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def skip_reading(self) -> bool:
+        return bool(getattr(self._request, "skip_reading_prefix_cache", False))
+
+    @property
+    def uncacheable(self) -> str | None:
+        return self._uncacheable
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object]:
+        return self._request.kv_transfer_params or {}
+
+    def tokens(self, start: int, end: int) -> Sequence[int]:
+        tokens: Sequence[int] = self._request.all_token_ids[start:end]
+        return tokens
+
+    def extra(self) -> Callable[[int, int], object | None] | None:
+        request = self._request
+        if not (
+            request.mm_features
+            or request.lora_request
+            or request.cache_salt
+            or request.prompt_embeds is not None
+        ):
+            return None
+        if request.lora_request:
+            self._adapter_digest()  # raises here, not in the middle of a chain
+        return self._extra_keys
+
+    def _adapter_digest(self) -> str | None:
+        lora = self._request.lora_request
+        if lora is None:
+            return None
+        key = (lora.lora_int_id, lora.lora_path)
+        # A request that reloads its adapter in place brings new weights under an old id.
+        reload = getattr(lora, "load_inplace", False) and not self._adapter_reloaded
+        if key not in self._adapter_digests or reload:
+            self._adapter_digests[key] = adapter_digest(lora.lora_path)
+            self._adapter_reloaded = True
+        return self._adapter_digests[key]
+
+    def _extra_keys(self, start: int, end: int) -> object | None:
+        from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+        request = self._request
+        position, mm_index = self._mm_cursor
+        if start < position:
+            mm_index = 0
+        keys, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
+        self._mm_cursor = (end, mm_index)
+        kinds = getattr(request, "prompt_is_token_ids", None)
+        kind_bits = bytes(bool(bit) for bit in kinds[start:end]) if kinds is not None else None
+        adapter = self._adapter_digest()
+        if keys is None and adapter is None and kind_bits is None:
+            return None  # leading text of a request with images: the same as plain text
+        return (keys, adapter, kind_bits)
+
+
+def mm_identifiers_are_counters(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM numbers images per process instead of hashing their content."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is None:
+        return False
+    return not (
+        multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+def step_view(scheduler_output: SchedulerOutput) -> StepView:
+    """One scheduled step; valid only inside build_connector_meta."""
+    state = scheduler_output.kv_connector_block_state
+    if state is None:
+        return StepView({}, lambda request_id: None, {})
+    return StepView(
+        scheduled=scheduler_output.num_scheduled_tokens,
+        block_ids=state.get_block_ids,
+        boundary_states=state.boundary_state_offloads,
+    )
