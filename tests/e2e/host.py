@@ -147,7 +147,11 @@ class Host:
         self.llm = LLM(**arguments)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 32, **sampling: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 32,
+        salt: str | None = None,
+        **sampling: Any,
     ) -> list[dict[str, Any]]:
         """Greedy tokens, their logprobs and the cached tokens of each prompt."""
         from vllm import SamplingParams
@@ -161,7 +165,12 @@ class Host:
             **sampling,
         )
         outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            [
+                {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+                for prompt in prompts
+            ],
+            params,
+            use_tqdm=False,
         )
         answers = []
         for output in outputs:
