@@ -30,11 +30,12 @@ bench: venv ## the benchmarks
 	@for script in benchmarks/*.py; do echo "==> $$script"; $(PY) $$script || exit 1; done
 
 gpu-test: ## the kernels on this machine's GPU; no .venv: GPU_PYTHON=python3 has torch, triton, pytest
-	$(GPU_PYTHON) -m pytest tests/kernels/test_on_gpu.py
+	$(GPU_PYTHON) -m pytest -W default -s tests/kernels/test_on_gpu.py
 
-test-vllm: ## the engine tests on another vLLM, in an environment of its own: VLLM=0.30.0
+test-vllm: ## the oracle on another vLLM, in an environment of its own: VLLM=0.30.0
 	@scripts/setup_venv.sh .venv-vllm-$(VLLM) $(VLLM)
-	.venv-vllm-$(VLLM)/bin/python -m pytest tests/e2e
+	.venv-vllm-$(VLLM)/bin/python -m pytest tests/e2e/test_view.py tests/e2e/test_families.py \
+	  -k 'view or gemma3 or gptoss or qwen3next or deepseek'
 
 clean: ## remove all that make has made, environments and models too
 	rm -rf .venv .venv-vllm-* .cache build dist demo-out *.egg-info .hypothesis .mypy_cache .ruff_cache
