@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from lmcache_connector.vllm_view import require_vllm
+from lmcache_connector import vllm_view
 
-require_vllm()
+vllm_view.require_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
@@ -39,6 +39,9 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     One instance lives in the engine core (scheduler role), one in each worker. They meet only in
     the step's metadata and the workers' reports.
     """
+
+    # Where vLLM's metrics count what we restore (0.30 does not ask).
+    _cache_hit_source = vllm_view.host_cache_hit_source()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

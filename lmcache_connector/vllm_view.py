@@ -90,6 +90,15 @@ def require_vllm() -> None:
         )
 
 
+def host_cache_hit_source() -> Any:
+    """vLLM's name for host memory as a source of cached tokens; None where it has none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
 # ---- configuration --------------------------------------------------------------------------
 
 

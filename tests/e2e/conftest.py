@@ -29,12 +29,19 @@ class EngineError(Exception):
 class Engine:
     """A handle on one engine process."""
 
-    def __init__(self, arguments: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        environment: dict[str, str],
+        log: Path,
+        prefix: list[str],
+    ) -> None:
         self.log = log
         ours, theirs = socket.socketpair()
+        host = str(Path(__file__).with_name("host.py"))
         with theirs, log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("host.py")), str(theirs.fileno())],
+                [*prefix, sys.executable, host, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment},
                 # Not the repository: vLLM must find nothing there by accident.
@@ -119,7 +126,9 @@ def tiny_models() -> ModuleType:
 def start_engine(
     tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Engine]]:
-    """start_engine(family, multiprocess=False, extra={...}, env={...}, **LLM arguments)."""
+    """start_engine(family, multiprocess=False, extra={...}, env={...}, **LLM arguments).
+
+    ``prefix`` is put before the command that starts the process."""
     engines: list[Engine] = []
 
     def start(
@@ -130,6 +139,7 @@ def start_engine(
         extra: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         transfer: dict[str, Any] | None = None,
+        prefix: list[str] | None = None,
         **arguments: Any,
     ) -> Engine:
         model = tiny_models.build(family)
@@ -149,14 +159,12 @@ def start_engine(
             },
             **arguments,
         }
-        if arguments["kv_transfer_config"] is None or transfer == {"kv_connector": None}:
-            del arguments["kv_transfer_config"]
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             **(env or {}),
         }
         log = tmp_path_factory.mktemp("engine") / f"{family}.log"
-        engine = Engine(arguments, environment, log)
+        engine = Engine(arguments, environment, log, prefix or [])
         engines.append(engine)
         return engine
 

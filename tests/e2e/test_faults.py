@@ -236,6 +236,13 @@ def test_prompts_that_make_no_chunk(engine: Any, make_prompt: Callable[..., list
     engine.settle()
 
 
+def test_an_empty_prompt_is_vllms_to_refuse(engine: Any, filled: Any) -> None:
+    prompt, cold = filled
+    with pytest.raises(Exception, match="prompt"):
+        engine.one([])
+    assert engine.one(prompt, max_tokens=TOKENS)["tokens"] == cold["tokens"]
+
+
 def test_one_token_answers(engine: Any, filled: Any) -> None:
     prompt, cold = filled
     answer = engine.one(prompt, max_tokens=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,26 @@ def test_refused_at_start(
         start_engine("qwen2", extra=extra, role=role)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_container_with_little_shared_memory(
+    start_engine: Callable[..., Any], make_prompt: Callable[..., list[int]]
+) -> None:
+    """Docker gives /dev/shm 64 MB; the pool does not live there."""
+    shell = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
+    prefix = ["unshare", "--mount", "sh", "-c", f'{shell} "$@"', "sh"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    engine = start_engine("qwen2", prefix=prefix)
+    prompts = [make_prompt(seed, 4000) for seed in range(10)]
+    colds = [engine.one(prompt, max_tokens=TOKENS)["tokens"] for prompt in prompts]
+    engine.reset_local()
+    assert engine.settle()["used_bytes"] > 64 << 20
+    for prompt, cold in zip(prompts, colds, strict=True):
+        restored = engine.one(prompt, max_tokens=TOKENS)
+        assert restored["cached"] == 3840
+        assert restored["tokens"] == cold
+    engine.close()
 
 
 def test_a_lost_block_size_is_set_back(
