@@ -16,6 +16,7 @@ from lmcache_connector.errors import ProtocolError
 from lmcache_connector.log import init_logger
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server import protocol, sockets
+from lmcache_connector.server.prefault import prefault
 from lmcache_connector.storage.pool import SLOT_ALIGNMENT
 
 logger = init_logger(__name__)
@@ -36,6 +37,8 @@ class PoolClient:
         register_extent: called on the helper thread with the address and bytes of each extent
             before it counts as mapped, to pin it for a device. What it pins, its owner unpins
             before ``close``.
+        touch_ahead: keep the pages of one extent more than is used populated, so that copies do
+            not wait for them; for memory that nothing pins.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class PoolClient:
         path: Path,
         rank: int,
         register_extent: Callable[[int, int], None] | None = None,
+        *,
+        touch_ahead: bool = False,
     ) -> None:
         # Known once the service has answered.
         self.incarnation: str | None = None
@@ -52,6 +57,10 @@ class PoolClient:
         self._maps: list[mmap.mmap] = []
         self._addresses: list[int] = []
         self._connection: socket.socket | None = None
+        self._touch_ahead = touch_ahead
+        # Extents to be touched: the first, and the one behind each that is used.
+        self._num_wanted = 1
+        self._wanted = threading.Event()
         self._closing = threading.Event()
         self._attached = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
@@ -78,7 +87,11 @@ class PoolClient:
         Raises:
             ProtocolError: the slot is not inside what is mapped.
         """
-        return self._addresses[self._check(slot)] + slot.offset
+        extent = self._check(slot)
+        if extent + 2 > self._num_wanted:
+            self._num_wanted = extent + 2
+            self._wanted.set()
+        return self._addresses[extent] + slot.offset
 
     def view(self, slot: SlotRef) -> memoryview:
         """A slot's bytes, writable. Views must be gone before ``close``.
@@ -101,6 +114,7 @@ class PoolClient:
     def close(self) -> None:
         """Unmap the memory, then tell the owner by ending the connection. No copy may run."""
         self._closing.set()
+        self._wanted.set()
         if self._connection is not None:
             # Wakes the helper thread; the owner does not see this.
             with contextlib.suppress(OSError):
@@ -125,6 +139,8 @@ class PoolClient:
             connection = self._connect()
             if connection is not None:
                 self._attach(connection)
+                if self._touch_ahead:
+                    self._touch_extents()
         except Exception:
             if self._closing.is_set():
                 return
@@ -172,6 +188,16 @@ class PoolClient:
                     os.close(fd)
             connection.send(protocol.encode(protocol.ExtentMapped(index)))
         self._attached.set()
+
+    def _touch_extents(self) -> None:
+        for index, address in enumerate(tuple(self._addresses)):
+            while self._num_wanted <= index:
+                self._wanted.wait()
+                self._wanted.clear()
+                if self._closing.is_set():
+                    return
+            if not prefault(address, len(self._maps[index]), self._closing):
+                return
 
     def _receive(self, connection: socket.socket) -> tuple[protocol.OwnerFrame, int | None]:
         """One frame, and the descriptor that came with it."""

@@ -42,6 +42,9 @@ class SlotCheck:
 class Copier(Protocol):
     """Called by one thread. A ticket's pages and slots are in use until it has a result."""
 
+    # Whether pool memory is to be touched before it is used (pinning does that already).
+    touch_ahead: bool
+
     def register_extent(self, address: int, nbytes: int) -> None:
         """Make pool memory reachable for copies; may be called from a helper thread."""
 
@@ -61,6 +64,8 @@ class Copier(Protocol):
 
 class CpuCopier:
     """Copies inside the call: on CPUs the forward and the copy share the same cores anyway."""
+
+    touch_ahead = True
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
@@ -118,6 +123,8 @@ class _DeviceCopy:
 
 class GpuCopier:
     """Copies on a stream of its own; slots are hashed on host threads beside it."""
+
+    touch_ahead = False
 
     def __init__(self, device: torch.device) -> None:
         # Not before it is needed: CPU engines run without Triton.

@@ -83,7 +83,12 @@ class CacheWorker:
             return
         self._attached_path = socket_path
         self._next_attempt = now + _RETRY_SECONDS
-        client = PoolClient(Path(socket_path), self.geometry.rank, self._copier.register_extent)
+        client = PoolClient(
+            Path(socket_path),
+            self.geometry.rank,
+            self._copier.register_extent,
+            touch_ahead=self._copier.touch_ahead,
+        )
         client.start()
         self._clients.append(client)
 

@@ -237,7 +237,8 @@ def test_a_group_of_another_stage_is_not_ours(bed: Bed) -> None:
 def test_failed_attachments_are_not_piled_up(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def client(path: Any, rank: int, register: Any) -> Any:
+    def client(path: Any, rank: int, register: Any, *, touch_ahead: bool) -> Any:
+        assert touch_ahead
         return SimpleNamespace(
             start=lambda: started.append(str(path)),
             is_alive=lambda: False,
