@@ -81,4 +81,10 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except urllib.error.HTTPError as error:
-        sys.exit(f"client: {error.url}: {error.code} {error.read().decode(errors='replace')}")
+        hint = ""
+        if error.code == 404 and error.url.endswith("/reset_prefix_cache"):
+            hint = "; start the server with VLLM_SERVER_DEV_MODE=1"
+        text = error.read().decode(errors="replace")
+        sys.exit(f"client: {error.url}: {error.code} {text}{hint}")
+    except urllib.error.URLError as error:
+        sys.exit(f"client: no server answers: {error.reason}")

@@ -114,7 +114,7 @@ def _parse_seconds(value: object) -> float:
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
-        seconds = float(value)
+        seconds = float(value.removesuffix("s") if isinstance(value, str) else value)
         if not 0 < seconds < math.inf:
             raise ValueError
     except (ValueError, OverflowError):

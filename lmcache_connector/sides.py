@@ -111,7 +111,13 @@ class SchedulerSide:
         self._early_geometries: dict[int, WorkerGeometry] = {}
         self._block_size_checked = False
         rope_hint = vllm_faults.mla_rope_hint(vllm_config, setup.groups)
-        for warning in (*setup.loaded.warnings, setup.chunk_warning, rope_hint):
+        role_hint = (
+            f"kv_role {transfer.kv_role} with a pool of this engine's own: what is stored is never "
+            "loaded and nothing is ever found; use kv_both"
+            if transfer.kv_role != "kv_both"
+            else None
+        )
+        for warning in (*setup.loaded.warnings, setup.chunk_warning, rope_hint, role_hint):
             if warning:
                 logger.warning(warning)
 
@@ -155,14 +161,15 @@ class SchedulerSide:
             for group in layout.groups
         )
         logger.info(
-            "LMCacheHybridConnector %s on vLLM %s: chunk %d tokens; %s; %d rank(s); pool %.2f GiB "
+            "LMCacheHybridConnector %s on vLLM %s: %s; chunk %d tokens; %s; %d rank(s); pool %s "
             "%s; backends %s; %s",
             __version__,
             vllm.__version__,
+            self._vllm_config.kv_transfer_config.kv_role,
             layout.chunk_tokens,
             groups,
             layout.num_ranks,
-            pool.capacity_bytes / 2**30,
+            f"{pool.capacity_bytes / 2**20:.1f} MiB",
             "attached" if ready else "NOT attached yet, nothing is stored until it is",
             ",".join(dict.fromkeys(geometry.backends)),
             describe(self._setup.config, self._setup.loaded.origins),

@@ -327,7 +327,8 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
     device = current_platform.device_type
     if device == "cpu":
         amx = torch.cpu._is_amx_tile_supported()
-        device = f"cpu/{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{amx}"
+        isa = torch.backends.cpu.get_cpu_capability()
+        device = f"cpu/{platform.machine()}/{isa}/amx={amx}"
     return (*names, device)
 
 

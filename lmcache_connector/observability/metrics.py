@@ -97,6 +97,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 self._metrics[name] = metric_types[Gauge](multiprocess_mode="mostrecent", **kwargs)
             else:
                 self._metrics[name] = metric_types[Counter](**kwargs)
+            if name not in _BY_GROUP and name not in GAUGES:
+                # Sampled from the start: an alert on a counter needs its zero.
+                for labels in per_engine_labelvalues.values():
+                    self._metrics[name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's stats; names that this version does not know are skipped."""

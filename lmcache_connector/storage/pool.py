@@ -236,7 +236,7 @@ def check_pool_size(capacity_bytes: int, min_object_bytes: int) -> str | None:
         return None
     return (
         f"max_local_cpu_size: a pool of {capacity_bytes} bytes cannot hold one chunk's object of "
-        f"{min_object_bytes} bytes; set it to at least {needed / _GIB:.3f} GiB, better to many "
+        f'{min_object_bytes} bytes; set it to at least "{needed >> 10}KiB", better to many '
         "times that, or make chunk_size smaller"
     )
 
@@ -249,7 +249,7 @@ def check_memory_budget(nbytes: int) -> str | None:
     """
     available = _meminfo_available()
     if available is not None and nbytes > available:
-        return _over_budget(nbytes, available, "this host has available (MemAvailable)")
+        return _over_budget(nbytes, available, "are available on this host (MemAvailable)")
     for limit, usage in _cgroup_budgets():
         if nbytes > limit - usage:
             source = f"are left of the cgroup's memory limit of {limit / _GIB:.2f} GiB"

@@ -38,6 +38,17 @@ class PageJob:
     block_ids: Int64Array  # [N]; a negative one is skipped
     slot_addresses: Int64Array  # [N]
 
+    def tables(self) -> tuple[Int64Array, int, int, Int64Array, Int64Array, int]:
+        """Arguments of the page copiers, in their order."""
+        return (
+            self.run_addresses,
+            self.block_stride,
+            self.run_bytes,
+            self.block_ids,
+            self.slot_addresses,
+            self.run_pitch,
+        )
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in its slot."""

@@ -76,14 +76,7 @@ class CpuCopier:
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         for job in jobs:
-            reference.gather_pages(
-                job.run_addresses,
-                job.block_stride,
-                job.run_bytes,
-                job.block_ids,
-                job.slot_addresses,
-                job.run_pitch,
-            )
+            reference.gather_pages(*job.tables())
         return self._keep([check.digest() for check in checks])
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
@@ -91,14 +84,7 @@ class CpuCopier:
         # Bytes that fail their check do not reach the engine's blocks at all.
         if all(d == check.expected for d, check in zip(digests, checks, strict=True)):
             for job in jobs:
-                reference.scatter_pages(
-                    job.run_addresses,
-                    job.block_stride,
-                    job.run_bytes,
-                    job.block_ids,
-                    job.slot_addresses,
-                    job.run_pitch,
-                )
+                reference.scatter_pages(*job.tables())
         return self._keep(digests)
 
     def _keep(self, digests: list[int]) -> int:

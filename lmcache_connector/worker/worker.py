@@ -7,7 +7,7 @@ passed, a digest that does not match, an op that does not fit its geometry) it r
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from lmcache_connector.worker.register import Registration
 from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
 
 logger = init_logger(__name__)
+
+Copy = Callable[[Sequence[PageJob], Sequence[SlotCheck]], int | None]
 
 # A failed attachment keeps what it had mapped; trying at every step would pile them up.
 _RETRY_SECONDS = 60.0
@@ -135,27 +137,20 @@ class CacheWorker:
     def _start_load(self, op: LoadOp) -> _Running | None:
         if not op.objects or time.monotonic() > op.deadline:
             return None
-        client = self._client(op.incarnation)
-        if client is None:
-            return None
-        checks: list[SlotCheck | None] = []
-        jobs = _JobBuilder(self.geometry, self._runs)
-        for obj in op.objects:
-            checks.append(self._add_object(jobs, client, obj, storing=False))
-        started = time.monotonic()
-        ticket = self._copier.load(jobs.build(), _present(checks))
-        return None if ticket is None else _Running(ticket, started, checks)
+        return self._start(op, self._copier.load, storing=False)
 
     def _start_store(self, op: StoreOp) -> _Running | None:
+        return self._start(op, self._copier.store, storing=True)
+
+    def _start(self, op: LoadOp | StoreOp, copy: Copy, *, storing: bool) -> _Running | None:
+        """Begin an op's copies; None when it is of another life of the pool, or has no room."""
         client = self._client(op.incarnation)
         if client is None:
             return None
-        checks: list[SlotCheck | None] = []
         jobs = _JobBuilder(self.geometry, self._runs)
-        for obj in op.objects:
-            checks.append(self._add_object(jobs, client, obj, storing=True))
+        checks = [self._add_object(jobs, client, obj, storing=storing) for obj in op.objects]
         started = time.monotonic()
-        ticket = self._copier.store(jobs.build(), _present(checks))
+        ticket = copy(jobs.build(), _present(checks))
         return None if ticket is None else _Running(ticket, started, checks)
 
     def _add_object(

@@ -161,3 +161,12 @@ def test_vllms_exporter_finds_and_feeds_the_connectors_metrics(metrics, monkeypa
     logging.log(lambda template, *args: lines.append(template % args))
     assert len(lines) == 1
     assert "loaded_tokens=128" in lines[0]
+
+
+def test_counters_have_a_sample_before_their_first_event(metrics: ModuleType) -> None:
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    metrics.ConnectorPromMetrics(SimpleNamespace(kv_transfer_config=None), types, LABELS, ENGINES)
+    for engine in ENGINES.values():
+        labels = dict(zip(LABELS, engine, strict=True))
+        assert registry.get_sample_value("vllm:lmcache_failed_tokens_total", labels) == 0

@@ -264,3 +264,8 @@ def test_illegal_request_params_are_ignored_with_a_warning(value):
     assert (chosen.min_hit_tokens, chosen.max_offload_tokens) == (7, 8)
     (warning,) = warnings
     assert warning.startswith("min_hit_tokens in kv_transfer_params is ignored")
+
+
+def test_seconds_may_be_written_as_they_are_shown():
+    config = load(load_timeout="10s", lookup_timeout="0.5")
+    assert (config.load_timeout, config.lookup_timeout) == (10.0, 0.5)
