@@ -73,7 +73,8 @@ def test_two_workers(
     spec = tiny_models.FAMILIES[family]
     engine = start_engine(
         family,
-        multiprocess=True,
+        # The scheduler in this process, where it can be looked at; the workers in theirs.
+        multiprocess=False,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         tensor_parallel_size=2,
     )
@@ -87,9 +88,12 @@ def test_two_workers(
         failed = engine.one(prompt, max_tokens=TOKENS)
         engine.run("host.on_workers(pass_checks)")
         assert failed["tokens"] == cold["tokens"]
+        assert failed["cached"] == 0
+        engine.settle()
         # The rows that failed were dropped and stored again by the recomputation.
         engine.reset_local()
         again = engine.one(prompt, max_tokens=TOKENS)
         assert again["cached"] > 0
         assert again["tokens"] == cold["tokens"]
+        engine.settle()
     engine.close()
