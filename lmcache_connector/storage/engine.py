@@ -174,24 +174,30 @@ class StorageEngine:
         has changed. Victims stay in the index: the caller removes them."""
         if max(shard_bytes, default=0) > self._pool.largest_extent_bytes:
             return None
-        slots: list[SlotRef] = []
         freed: list[Entry] = []
-        for nbytes in shard_bytes:
-            slot: SlotRef | None = NO_SLOT
-            while nbytes and (slot := self._pool.allocate(nbytes)) is None:
-                victim = next(victims, None)
-                if victim is None:
-                    self._free(slots)
-                    for entry in freed:
-                        for taken in entry.row.slots:
-                            if taken.nbytes:
-                                self._pool.reserve(taken)
-                    return None
-                self._free(victim.row.slots)
-                freed.append(victim)
-            assert slot is not None
-            slots.append(slot)
+        while (slots := self._allocate_all(shard_bytes)) is None:
+            victim = next(victims, None)
+            if victim is None:
+                for entry in freed:
+                    for taken in entry.row.slots:
+                        if taken.nbytes:
+                            self._pool.reserve(taken)
+                return None
+            self._free(victim.row.slots)
+            freed.append(victim)
         evicted += freed
+        return slots
+
+    def _allocate_all(self, shard_bytes: Sequence[int]) -> list[SlotRef] | None:
+        """Slots for all shards of an item, or None: one placed while others wait for room would
+        lie in the way of the range that they are waiting for."""
+        slots: list[SlotRef] = []
+        for nbytes in shard_bytes:
+            slot = self._pool.allocate(nbytes) if nbytes else NO_SLOT
+            if slot is None:
+                self._free(slots)
+                return None
+            slots.append(slot)
         return slots
 
     def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:

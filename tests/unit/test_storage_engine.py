@@ -486,3 +486,18 @@ def test_integrity_check_sees_a_slot_with_two_owners(bench: MakeBench) -> None:
     with pytest.raises(AssertionError, match="1 pins"):
         b.engine.check_integrity()
     entry.pins = 0
+
+
+def test_shards_of_one_item_do_not_lie_in_each_others_way(bench: Callable[..., Bench]) -> None:
+    """Four pages, of which the middle two are free: room for two shards of two pages is there
+    once both rows are evicted, unless the first shard has taken the middle before."""
+    used = bench(4)
+    sizes = [[PAGE], [2 * PAGE], [PAGE]]
+    assert used.engine.prepare_store(100, sizes, None) is not None
+    commits = [Commit(index, chunk, None, "full", [7]) for index, chunk in ((0, b"a"), (2, b"b"))]
+    used.engine.complete_store(100, commits)
+    items = used.engine.prepare_store(101, [[2 * PAGE, 2 * PAGE]], None)
+    assert items is not None
+    assert used.there([b"a", b"b"]) == ""
+    used.engine.complete_store(101, [])
+    used.engine.check_integrity()
