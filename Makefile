@@ -26,7 +26,8 @@ check: venv ## ruff, mypy, architecture and unit tests (under 1 minute)
 test: check ## check, then kernels and real vLLM engines on the CPU
 	$(PY) -m pytest tests/kernels tests/e2e
 
-bench: venv ## the benchmarks
+bench: venv ## the benchmarks; LMCache, in an environment of its own, is one to measure against
+	@scripts/setup_lmcache_venv.sh
 	@for script in benchmarks/*.py; do echo "==> $$script"; $(PY) $$script || exit 1; done
 
 gpu-test: ## the kernels on this machine's GPU; no .venv: GPU_PYTHON=python3 has torch, triton, pytest
@@ -38,5 +39,5 @@ test-vllm: ## the oracle on another vLLM, in an environment of its own: VLLM=0.3
 	  -k 'view or gemma3 or gptoss or qwen3next or deepseek'
 
 clean: ## remove all that make has made, environments and models too
-	rm -rf .venv .venv-vllm-* .cache build dist demo-out *.egg-info .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lmcache .venv-vllm-* .cache build dist demo-out *.egg-info .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,8 +30,8 @@ from lmcache_connector.groups import (
     engine_group_infos,
 )
 from lmcache_connector.keys import namespace_digest
+from lmcache_connector.layout import CacheLayout
 from lmcache_connector.metadata import LoadReport, PoolRef, StoreReport, WorkerMeta
-from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.request import StepView
 from lmcache_connector.scheduler.scheduler import CacheScheduler
 from lmcache_connector.storage.engine import StorageEngine
@@ -44,24 +44,6 @@ PAGE_BYTES = 4096
 RULES = (FULL, ReuseRule(ReuseKind.WINDOW, 1023), STATE)
 REPEATS = 5
 WARM_REQUESTS = 256
-
-
-class _Service:
-    """Every extent is mapped already."""
-
-    def __init__(self, pool: MemoryPool) -> None:
-        self._pool = pool
-
-    @property
-    def pool_ref(self) -> PoolRef:
-        return PoolRef("/nowhere", "benchmark")
-
-    def start(self, on_extent_ready: Callable[[int], None]) -> None:
-        for extent in range(len(self._pool.extents)):
-            on_extent_ready(extent)
-
-    def close(self) -> None:
-        pass
 
 
 class _Request:
@@ -134,7 +116,12 @@ def _scheduler() -> CacheScheduler:
         can_store=True,
         counters=Counters(),
     )
-    scheduler.attach(layout, StorageEngine(pool, layout.shards(), _Service(pool)))
+    engine = StorageEngine(pool)
+    for extent in range(len(pool.extents)):
+        engine.mark_ready(extent)
+    namespace = scheduler.namespace(layout)
+    session = engine.open_session(namespace, layout.shards(), PoolRef("/nowhere", "benchmark"))
+    scheduler.attach(layout, session)
     return scheduler
 
 

@@ -30,6 +30,8 @@ _SIZE_UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
+# user:password@ of a URL
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#]*@")
 _TRUE = ("true", "1", "yes")
 _FALSE = ("false", "0", "no")
 
@@ -40,11 +42,22 @@ class Config(msgspec.Struct, frozen=True):
     chunk_size: int | None
     max_local_cpu_bytes: int
     save_decode_cache: bool
+    server: str | None
+    tiers: tuple[str, ...]
+    local_disk: str | None
+    remote_url: str | None
     load_timeout: float
     lookup_timeout: float
     fail_on_load_error: bool
     min_hit_tokens: int
     max_offload_tokens: int | None
+
+    @property
+    def tier_urls(self) -> tuple[str, ...]:
+        """All tiers, nearest first."""
+        first = (self.local_disk,) if self.local_disk else ()
+        last = (self.remote_url,) if self.remote_url else ()
+        return (*first, *self.tiers, *last)
 
 
 class LoadedConfig(NamedTuple):
@@ -129,6 +142,35 @@ def _parse_bool(value: object) -> bool:
     return text in _TRUE
 
 
+def parse_endpoint(value: object) -> str:
+    """``ipc:///absolute/path`` of a cache server's socket."""
+    text = value if isinstance(value, str) else ""
+    if text.startswith("tcp://"):
+        raise ValueError(
+            "engines and a server share memory, so they share a host: expected ipc:///path (other "
+            "hosts are reached through tiers that they share)"
+        )
+    if not re.fullmatch(r"ipc:///[^\0]*[^\0/]", text):
+        raise ValueError("expected ipc:///path of the server's socket")
+    return text
+
+
+def parse_url(value: object) -> str:
+    """One tier; it is read further where it is opened."""
+    if not isinstance(value, str) or "://" not in value:
+        raise ValueError("expected a URL such as file:///var/cache/kv or redis://host:6379")
+    if _CREDENTIALS.search(value):
+        raise ValueError("credentials are given in the environment, never in a URL")
+    return value.strip()
+
+
+def _parse_urls(value: object) -> tuple[str, ...]:
+    urls = [url for url in value.split(",") if url] if isinstance(value, str) else value
+    if not isinstance(urls, list | tuple):
+        raise ValueError("expected a list of URLs, nearest first (or text with commas between)")
+    return tuple(parse_url(url) for url in urls)
+
+
 def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T | None]:
     """Accept null, and ``word`` for the environment, which has no null."""
 
@@ -186,6 +228,40 @@ OPTIONS = (
         _parse_bool,
         _show,
         "`true`: also store the KV of generated tokens, not only of prompts.",
+    ),
+    Option(
+        "server",
+        "server",
+        None,
+        _or_none("none", parse_endpoint),
+        _show,
+        "Socket of a shared cache server on this host, such as `ipc:///run/lmcache/kv`; `none`: "
+        "the engine has a pool of its own.",
+    ),
+    Option(
+        "tiers",
+        "tiers",
+        (),
+        _parse_urls,
+        lambda urls: ",".join(map(str, urls)) if isinstance(urls, tuple) and urls else "none",
+        "Storage behind the pool, nearest first: a list of URLs (`file:`, `redis:`, `s3:`, `gs:`, "
+        "`az:`, `mooncake:`). With `server` they are given to the server.",
+    ),
+    Option(
+        "local_disk",
+        "local_disk",
+        None,
+        _or_none("none", parse_url),
+        _show,
+        "One more tier, before the others; LMCache's name for it.",
+    ),
+    Option(
+        "remote_url",
+        "remote_url",
+        None,
+        _or_none("none", parse_url),
+        _show,
+        "One more tier, behind the others; LMCache's name for it.",
     ),
     Option(
         "load_timeout",
@@ -264,7 +340,8 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
             try:
                 _BY_NAME[name].parse(value)
             except ValueError as error:
-                problems.append(f"{place} is {value!r}: {error}.")
+                shown = _CREDENTIALS.sub("***@", repr(value))
+                problems.append(f"{place} is {shown}: {error}.")
                 continue
             values[name], origins[name] = value, origin
     if problems:

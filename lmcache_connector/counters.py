@@ -12,7 +12,8 @@ GAUGES = frozenset({"pool_used_bytes", "pool_capacity_bytes"})
 
 
 class Counters(msgspec.Struct, omit_defaults=True):
-    """What happened since the last ``take``. Used by one thread. Dicts are by object group tag.
+    """What happened since the last ``take``. Used by one thread. Dicts are by object group tag or,
+    where the name begins with "tier_", by tier.
 
     The scheduler side counts requests, tokens and rows once; every rank counts the bytes and
     seconds of its own copies.
@@ -35,6 +36,14 @@ class Counters(msgspec.Struct, omit_defaults=True):
     evicted_rows: dict[str, int] = {}
     # Rows whose bytes had changed when they were loaded.
     corrupt_objects: dict[str, int] = {}
+    # By tier.
+    tier_hit_rows: dict[str, int] = {}
+    tier_read_bytes: dict[str, int] = {}
+    tier_written_bytes: dict[str, int] = {}
+    # Rows that were not written: the queue was full, or the tier failed.
+    tier_dropped_rows: dict[str, int] = {}
+    tier_corrupt_rows: dict[str, int] = {}
+    tier_errors: dict[str, int] = {}
     pool_used_bytes: int | None = None
     pool_capacity_bytes: int | None = None
     # Worker side.

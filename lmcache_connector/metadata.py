@@ -25,7 +25,10 @@ class PoolRef(msgspec.Struct, frozen=True):
 
     socket_path: str
     # A new pool (restart, new server) has a new incarnation; slots of another one are refused.
+    # Empty: there is no pool now.
     incarnation: str
+    # Which of a server's engines the worker belongs to.
+    instance: str = ""
 
 
 class ObjectOp(msgspec.Struct, frozen=True, array_like=True):

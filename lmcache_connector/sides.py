@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -22,14 +23,15 @@ from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ConfigError, StartupError
 from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
 from lmcache_connector.keys import namespace_digest
+from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import StepMeta, WorkerMeta
-from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.scheduler import CacheScheduler
-from lmcache_connector.server.service import PoolService
-from lmcache_connector.server.sockets import socket_path_for
-from lmcache_connector.storage.engine import StorageEngine
-from lmcache_connector.storage.pool import MemoryPool, check_memory_budget, check_pool_size
+from lmcache_connector.server.embedded import EmbeddedStore
+from lmcache_connector.server.messages import RegisterKVCache
+from lmcache_connector.server.sockets import memory_path, socket_path_for
+from lmcache_connector.server.store_client import StoreClient
+from lmcache_connector.storage.pool import check_memory_budget, check_pool_size
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
 from lmcache_connector.worker.worker import CacheWorker, device_of
@@ -65,7 +67,7 @@ class _Setup:
         problems.extend(group_problems)
         if loaded is not None and loaded.config.save_decode_cache:
             problems.extend(vllm_view.decode_problems(kv_cache_config))
-        if loaded is not None and owns_pool:
+        if loaded is not None and owns_pool and loaded.config.server is None:
             problem = check_memory_budget(loaded.config.max_local_cpu_bytes)
             problems.extend([problem] if problem else [])
         self.groups: tuple[EngineGroupSpec, ...] = groups
@@ -80,7 +82,13 @@ class _Setup:
             raise StartupError(problems)
         self.loaded = loaded
         self.config: Config = loaded.config
-        self.socket_path = socket_path_for(str(vllm_config.kv_transfer_config.engine_id))
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        # Where the pool's memory is, and the name under which this engine's workers ask for it.
+        if self.config.server is None:
+            self.endpoint, self.instance = socket_path_for(engine_id), ""
+        else:
+            self.endpoint = Path(self.config.server.removeprefix("ipc://"))
+            self.instance = engine_id
 
 
 class SchedulerSide:
@@ -114,10 +122,17 @@ class SchedulerSide:
         role_hint = (
             f"kv_role {transfer.kv_role} with a pool of this engine's own: what is stored is never "
             "loaded and nothing is ever found; use kv_both"
-            if transfer.kv_role != "kv_both"
+            if transfer.kv_role != "kv_both" and not config.server and not config.tier_urls
             else None
         )
-        for warning in (*setup.loaded.warnings, setup.chunk_warning, rope_hint, role_hint):
+        tiers_hint = (
+            "tiers are not used with server: the server has its own (lmcache-connector server "
+            "--tier URL)"
+            if config.server and config.tier_urls
+            else None
+        )
+        hints = (setup.chunk_warning, rope_hint, role_hint, tiers_hint)
+        for warning in (*setup.loaded.warnings, *hints):
             if warning:
                 logger.warning(warning)
 
@@ -139,21 +154,27 @@ class SchedulerSide:
             self._attach(geometries, wait_seconds=_ATTACH_SECONDS)
 
     def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
-        config = self._setup.config
+        setup, model = self._setup, str(self._vllm_config.model_config.model)
         layout = CacheLayout(geometries)
-        largest = layout.largest_row_bytes()
-        problem = check_pool_size(config.max_local_cpu_bytes, largest)
-        if problem is not None:
-            raise StartupError([problem])
-        pool = MemoryPool(config.max_local_cpu_bytes, min_object_bytes=largest)
-        service = PoolService(pool.extents, self._setup.socket_path, self._num_ranks)
-        self._scheduler.attach(layout, StorageEngine(pool, layout.shards(), service))
-        ready = service.wait_ready(wait_seconds)
-        self._log_start(layout, geometries[0], pool, ready)
+        namespace = self._scheduler.namespace(layout)
+        store: EmbeddedStore | StoreClient
+        if setup.config.server is not None:
+            store = StoreClient(
+                setup.config.server,
+                RegisterKVCache(setup.instance, model, namespace, list(geometries)),
+            )
+        else:
+            capacity = setup.config.max_local_cpu_bytes
+            problem = check_pool_size(capacity, layout.largest_row_bytes())
+            if problem is not None:
+                raise StartupError([problem])
+            store = EmbeddedStore(
+                setup.endpoint, model, namespace, layout, capacity, setup.config.tier_urls
+            )
+        self._scheduler.attach(layout, store)
+        self._log_start(layout, geometries[0], store.wait_ready(wait_seconds))
 
-    def _log_start(
-        self, layout: CacheLayout, geometry: WorkerGeometry, pool: MemoryPool, ready: bool
-    ) -> None:
+    def _log_start(self, layout: CacheLayout, geometry: WorkerGeometry, ready: bool) -> None:
         groups = " ".join(
             f"{group.tag}[engine groups {','.join(map(str, group.tokens_per_block))}; blocks of "
             f"{','.join(map(str, sorted(set(group.tokens_per_block.values()))))} tokens; "
@@ -161,15 +182,16 @@ class SchedulerSide:
             for group in layout.groups
         )
         logger.info(
-            "LMCacheHybridConnector %s on vLLM %s: %s; chunk %d tokens; %s; %d rank(s); pool %s "
-            "%s; backends %s; %s",
+            "LMCacheHybridConnector %s on vLLM %s: %s; chunk %d tokens; %s; %d rank(s); %s %s; "
+            "backends %s; %s",
             __version__,
             vllm.__version__,
             self._vllm_config.kv_transfer_config.kv_role,
             layout.chunk_tokens,
             groups,
             layout.num_ranks,
-            f"{pool.capacity_bytes / 2**20:.1f} MiB",
+            self._setup.config.server
+            or f"pool {self._setup.config.max_local_cpu_bytes / 2**20:.1f} MiB",
             "attached" if ready else "NOT attached yet, nothing is stored until it is",
             ",".join(dict.fromkeys(geometry.backends)),
             describe(self._setup.config, self._setup.loaded.origins),
@@ -287,7 +309,7 @@ class WorkerSide:
         so this is the time to begin looking for it."""
         if self._worker is None:
             return None
-        self._worker.attach(str(self._setup.socket_path))
+        self._worker.attach(str(memory_path(self._setup.endpoint)), self._setup.instance)
         return self._worker.geometry
 
     def start_loads(self, meta: Any) -> None:

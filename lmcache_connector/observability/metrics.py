@@ -15,7 +15,6 @@ from lmcache_connector.counters import GAUGES, Counters, merge_counts
 
 # "vllm:": what starts so is unregistered when an engine is built again in one process.
 METRIC_PREFIX = "vllm:lmcache_"
-GROUP_LABEL = "group"
 
 # A row is one chunk of one object group, all its shards together.
 METRICS = {
@@ -30,6 +29,12 @@ METRICS = {
     "dropped_rows": "Chunks not kept for lack of room or of certainty, by object group.",
     "evicted_rows": "Chunks evicted from the pool, by object group.",
     "corrupt_objects": "Chunks dropped because their bytes had changed, by object group.",
+    "tier_hit_rows": "Chunks read from a tier.",
+    "tier_read_bytes": "Bytes read from a tier.",
+    "tier_written_bytes": "Bytes written to a tier.",
+    "tier_dropped_rows": "Chunks not written to a tier: it was too slow, or failed.",
+    "tier_corrupt_rows": "Chunks of a tier that failed their check and were removed.",
+    "tier_errors": "Calls that a tier failed.",
     "pool_used_bytes": "Bytes of the KV pool in use.",
     "pool_capacity_bytes": "Bytes of the KV pool.",
     "store_bytes": "Bytes copied from the engine to the pool, over all ranks.",
@@ -37,13 +42,18 @@ METRICS = {
     "store_seconds": "Seconds from start to end of copies to the pool, over all ranks.",
     "load_seconds": "Seconds from start to end of copies from the pool, over all ranks.",
 }
-_BY_GROUP = frozenset(name for name in METRICS if isinstance(getattr(Counters(), name), dict))
+# The label of metrics that are kept by something.
+_LABELS = {
+    name: "tier" if name.startswith("tier_") else "group"
+    for name in METRICS
+    if isinstance(getattr(Counters(), name), dict)
+}
 
 
 class ConnectorStats(KVConnectorStats):
     """What ``Counters.take`` returned, merged over ranks and steps.
 
-    ``data`` holds numbers, and dicts of numbers by object group tag, and survives any
+    ``data`` holds numbers, and dicts of numbers by object group tag or tier, and survives any
     serialisation. It is copied on entry: vLLM hands one dict to several loggers that add to it.
     """
 
@@ -91,13 +101,13 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             kwargs: dict[str, Any] = {
                 "name": METRIC_PREFIX + name,
                 "documentation": documentation,
-                "labelnames": [*labelnames, GROUP_LABEL] if name in _BY_GROUP else labelnames,
+                "labelnames": [*labelnames, _LABELS[name]] if name in _LABELS else labelnames,
             }
             if name in GAUGES:
                 self._metrics[name] = metric_types[Gauge](multiprocess_mode="mostrecent", **kwargs)
             else:
                 self._metrics[name] = metric_types[Counter](**kwargs)
-            if name not in _BY_GROUP and name not in GAUGES:
+            if name not in _LABELS and name not in GAUGES:
                 # Sampled from the start: an alert on a counter needs its zero.
                 for labels in per_engine_labelvalues.values():
                     self._metrics[name].labels(*labels)
@@ -111,8 +121,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 continue
             if name in GAUGES:
                 metric.labels(*labels).set(value)
-            elif name in _BY_GROUP:
-                for group, amount in value.items():
-                    metric.labels(*labels, group).inc(amount)
+            elif name in _LABELS:
+                for kept_by, amount in value.items():
+                    metric.labels(*labels, kept_by).inc(amount)
             else:
                 metric.labels(*labels).inc(value)

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain
+from lmcache_connector.layout import CacheLayout, GroupLayout
 from lmcache_connector.metadata import ObjectOp
 from lmcache_connector.scheduler.hit import first_needed_token, needed_chunks
-from lmcache_connector.scheduler.layout import CacheLayout, GroupLayout
 from lmcache_connector.scheduler.request import StorePart
-
-# How far behind a request's newest chunk its last stored one is looked for.
-_CHUNKS_IN_FLIGHT = 64
 
 BlockTables = Sequence[Sequence[int]]
 
@@ -97,16 +94,6 @@ def store_objects(
             objects.append(ObjectOp(group.tag, end, blocks, [], []))
             parts.append(StorePart(len(parts), chunk, group.tag, sizes, chunk_hash, parent))
     return objects, parts
-
-
-def last_stored(
-    layout: CacheLayout, contains: Callable[[bytes, str], bool], prefix: Sequence[bytes]
-) -> bytes | None:
-    """The prefix's last chunk that is stored: copies of the ones behind it may still run."""
-    for chunk_hash in reversed(prefix[-_CHUNKS_IN_FLIGHT:]):
-        if any(contains(chunk_hash, group.tag) for group in layout.groups):
-            return chunk_hash
-    return None
 
 
 def tokens_by_group(

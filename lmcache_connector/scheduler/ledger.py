@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from lmcache_connector.counters import Counters, count_group
+from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.scheduler import allocate
-from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.request import Lookup, PendingLoad, StorePart
 from lmcache_connector.scheduler.watch import ServedWatch
-from lmcache_connector.storage.base import StoreStats
+from lmcache_connector.storage.base import StoreStats, TierCounters
 
 logger = init_logger(__name__)
 
@@ -25,6 +27,7 @@ class Ledger:
         # The store's own figures as of the last take.
         self._used_bytes = -1
         self._evicted: dict[str, int] = {}
+        self._tiers: dict[str, TierCounters] = {}
 
     def lookup(self, lookup: Lookup) -> None:
         """A request's first answer was found."""
@@ -74,7 +77,18 @@ class Ledger:
                 self.counters.pool_used_bytes = stats.used_bytes
                 self.counters.pool_capacity_bytes = stats.capacity_bytes
             for group, evicted in stats.evicted.items():
-                if new := evicted - self._evicted.get(group, 0):
-                    count_group(self.counters.evicted_rows, group, new)
+                grown = _growth(evicted, self._evicted.get(group, 0))
+                count_group(self.counters.evicted_rows, group, grown)
             self._evicted = stats.evicted
+            for url, tier in stats.tiers.items():
+                known = self._tiers.get(url, TierCounters())
+                for name in TierCounters.__struct_fields__:
+                    grown = _growth(getattr(tier, name), getattr(known, name))
+                    count_group(getattr(self.counters, f"tier_{name}"), url.split("?")[0], grown)
+                self._tiers[url] = msgspec.structs.replace(tier)
         return self.counters.take()
+
+
+def _growth(count: int, known: int) -> int:
+    """How far a counter has grown; one that fell began anew, in another store."""
+    return count - known if count >= known else count

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lmcache_connector.config import RequestParams
 from lmcache_connector.keys import ChunkChain
+from lmcache_connector.storage.base import RowKey
 
 
 class RequestView(Protocol):
@@ -47,8 +48,14 @@ class Lookup:
     lookup_id: int
     local_tokens: int
     num_tokens: int
-    started: float
-    # None while a tier is still answering.
+    # When vLLM first asked; None while it is only expected to.
+    asked: float | None = None
+    # ``LookupReply.present`` of the pool alone, as of when the tiers had not answered yet.
+    in_pool: list[list[int]] = field(default_factory=list)
+    # The boundary whose rows, ``keep``, are brought into the pool.
+    best: int | None = None
+    keep: list[RowKey] = field(default_factory=list)
+    # Final: its rows are in the pool and pinned.
     boundary: int | None = None
 
 

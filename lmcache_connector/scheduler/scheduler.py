@@ -16,6 +16,7 @@ from lmcache_connector.config import Config, RequestParams
 from lmcache_connector.counters import Counters
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain, TokenDatabase
+from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import (
     LoadOp,
@@ -26,22 +27,24 @@ from lmcache_connector.metadata import (
     WorkerMeta,
 )
 from lmcache_connector.scheduler import allocate
-from lmcache_connector.scheduler.hit import servable_boundary
-from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.ledger import Ledger
+from lmcache_connector.scheduler.lookup import Lookups
 from lmcache_connector.scheduler.request import (
-    Lookup,
     PendingLoad,
     PendingStore,
     RequestState,
     RequestView,
     StepView,
 )
-from lmcache_connector.storage.base import Commit, LookupState, Store
+from lmcache_connector.storage.base import Commit, NewRow, Store
 
 logger = init_logger(__name__)
 
 _NO_CHUNK = 1 << 62  # RequestState.next_chunk of a request that stores nothing more
+# How far behind a request's newest chunk its last stored one is looked for.
+_CHUNKS_IN_FLIGHT = 64
+# The store's own figures are not worth a call per step.
+_STATS_SECONDS = 0.5
 
 
 class CacheScheduler:
@@ -71,7 +74,9 @@ class CacheScheduler:
         self.null_block_id = 0
         self._store: Store | None = None
         self._layout: CacheLayout | None = None
+        self._lookups: Lookups | None = None
         self._database: TokenDatabase | None = None
+        self._next_stats = 0.0
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[int, PendingStore] = {}
         self._loads: dict[int, PendingLoad] = {}
@@ -90,11 +95,15 @@ class CacheScheduler:
         """Open for business. Until then everything is a miss."""
         self._layout = layout
         self._store = store
-        self._new_database("")
+        self._lookups = Lookups(self._config, layout, store, self._ids, self.ledger)
+        self._new_database(self.namespace(layout))
 
-    def _new_database(self, nonce: str) -> None:
+    def namespace(self, layout: CacheLayout, nonce: str = "") -> bytes:
+        """The 32 bytes that this engine's chunk hashes are chained from."""
+        return self._namespace(layout.fingerprints, nonce)
+
+    def _new_database(self, namespace: bytes) -> None:
         assert self._layout is not None
-        namespace = self._namespace(self._layout.fingerprints, nonce)
         self._database = TokenDatabase(namespace, self._layout.chunk_tokens)
         for state in self._requests.values():
             state.chain = ChunkChain(self._database)
@@ -103,15 +112,17 @@ class CacheScheduler:
 
     def on_new_request(self, view: RequestView, params: RequestParams) -> None:
         """A request arrived; one with the same id that is still known is replaced."""
-        if self._database is None:
+        if self._database is None or self._lookups is None:
             return
         self.on_finished(view.request_id)
-        self._requests[view.request_id] = RequestState(
+        state = self._requests[view.request_id] = RequestState(
             view,
             ChunkChain(self._database),
             params,
             num_prompt_tokens=view.num_prompt_tokens,
         )
+        if self._can_load and not view.skip_reading and not view.uncacheable:
+            self._lookups.expect(state)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request arrived and has not ended."""
@@ -128,23 +139,12 @@ class CacheScheduler:
         view = state.view
         state.next_chunk = 0
         state.attempt += 1
-        if view.skip_reading or not self._can_load or state.bypass:
+        if view.skip_reading or not self._can_load or state.bypass or self._lookups is None:
             return 0
         if self._reason_uncacheable(state):
             return 0
-        lookup = state.lookup
-        if (
-            lookup is None
-            or lookup.local_tokens != local_tokens
-            or lookup.num_tokens != view.num_tokens
-        ):
-            self._drop_lookup(state)
-            lookup = Lookup(next(self._ids), local_tokens, view.num_tokens, time.monotonic())
-            state.lookup = lookup
-        if lookup.boundary is None and not self._answer(state, lookup):
-            return None
-        assert lookup.boundary is not None
-        return lookup.boundary - local_tokens
+        boundary = self._lookups.find(state, local_tokens)
+        return None if boundary is None else boundary - local_tokens
 
     def _reason_uncacheable(self, state: RequestState) -> str | None:
         reason = state.view.uncacheable
@@ -152,60 +152,9 @@ class CacheScheduler:
             warn_every(logger, reason, 600.0, f"not cached: {reason}")
         return reason
 
-    def _answer(self, state: RequestState, lookup: Lookup) -> bool:
-        """Find the lookup's boundary; False while a tier is still answering."""
-        assert self._layout is not None
-        assert self._store is not None
-        chunk_tokens = self._layout.chunk_tokens
-        if not self._extend_chain(state):
-            lookup.boundary = lookup.local_tokens
-            return True
-        base = lookup.local_tokens // chunk_tokens
-        wanted = state.chain.hashes[base : (lookup.num_tokens - 1) // chunk_tokens]
-        boundary = lookup.local_tokens
-        if wanted:
-            reply = self._store.lookup(lookup.lookup_id, wanted)
-            waited = time.monotonic() - lookup.started
-            if reply.state is LookupState.PENDING:
-                if waited < self._config.lookup_timeout:
-                    return False
-                self.ledger.counters.expired_lookups += 1
-            boundary = servable_boundary(
-                [group.rule for group in self._layout.groups],
-                reply.present,
-                chunk_tokens=chunk_tokens,
-                local_tokens=lookup.local_tokens,
-                num_tokens=lookup.num_tokens,
-            )
-            if boundary - lookup.local_tokens < max(1, state.params.min_hit_tokens):
-                boundary = lookup.local_tokens
-            self._store.narrow(
-                lookup.lookup_id,
-                allocate.wanted_rows(self._layout, state.chain, boundary, lookup.local_tokens),
-            )
-        lookup.boundary = boundary
-        if not state.counted:
-            state.counted = True
-            self.ledger.lookup(lookup)
-        return True
-
-    def _extend_chain(self, state: RequestState) -> bool:
-        """Hash what is confirmed; False when the request's tokens cannot be keyed."""
-        view = state.view
-        try:
-            state.chain.truncate(view.num_tokens)
-            state.chain.extend(view.tokens, view.num_tokens, view.extra())
-        except (ValueError, OSError) as error:
-            # Token ids that are no ids, or adapter files that cannot be read.
-            warn_every(logger, "unkeyed", 60.0, f"not cached: {error}")
-            return False
-        return True
-
     def _drop_lookup(self, state: RequestState) -> None:
-        if state.lookup is not None:
-            if self._store is not None:
-                self._store.release(state.lookup.lookup_id)
-            state.lookup = None
+        if self._lookups is not None:
+            self._lookups.drop(state)
 
     def after_alloc(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -273,8 +222,9 @@ class CacheScheduler:
     def build_step(self, step: StepView) -> StepMeta:
         """What the workers are asked to copy in this step."""
         loads, self._new_loads = self._new_loads, []
-        if self._store is None:
+        if self._store is None or self._lookups is None:
             return StepMeta(loads=loads)
+        self._lookups.prefetch()
         stores = []
         if self._can_store:
             for request_id, num_scheduled in step.scheduled.items():
@@ -290,6 +240,7 @@ class CacheScheduler:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
         assert self._layout is not None
         assert self._store is not None
+        assert self._lookups is not None
         view = state.view
         if view.num_prompt_tokens != state.num_prompt_tokens:
             # A session went on: what it had not computed by then may be other tokens now.
@@ -303,7 +254,7 @@ class CacheScheduler:
             return None
         chunks = range(state.next_chunk, end_chunk)
         state.next_chunk = end_chunk
-        if len(state.chain.hashes) < end_chunk and not self._extend_chain(state):
+        if len(state.chain.hashes) < end_chunk and not self._lookups.extend_chain(state):
             return None
         block_ids = step.block_ids(view.request_id)
         if block_ids is None:
@@ -321,29 +272,30 @@ class CacheScheduler:
                 # A state inside the step is one only where the model's kernels leave it there.
                 if boundary == end or group in self._checkpoint_groups
             ],
-            wanted=self._worth_storing,
+            wanted=lambda chunk_hash, group: (chunk_hash, group) not in self._storing,
         )
         if not parts:
             return None
         store_id = next(self._ids)
-        slots = self._store.prepare_store(
-            store_id,
-            [part.sizes for part in parts],
-            protect=allocate.last_stored(
-                self._layout, self._store.contains, state.chain.hashes[: chunks.start]
-            ),
-        )
-        kept = len(slots) if slots is not None else 0
-        self.ledger.dropped(parts[kept:])
-        kinds = {self._layout.by_tag[part.group].rule.kind for part in parts[kept:]}
+        prefix = state.chain.hashes[max(0, chunks.start - _CHUNKS_IN_FLIGHT) : chunks.start]
+        rows = [
+            NewRow(part.sizes, (part.chunk_hash, part.group) if part.chunk_hash else None)
+            for part in parts
+        ]
+        slots = self._store.prepare_store(store_id, rows, prefix)
+        self.ledger.dropped(parts[len(slots) :])
+        kinds = {self._layout.by_tag[part.group].rule.kind for part in parts[len(slots) :]}
         if ReuseKind.FULL in kinds:
             # Without this chunk nothing behind it can be served: the head keeps the room.
             state.next_chunk = _NO_CHUNK
-        if slots is None:
+        # Rows that are there already get no slots.
+        to_copy = [index for index, reserved in enumerate(slots) if reserved]
+        if not to_copy:
             return None
-        for obj, reserved in zip(objects, slots, strict=False):
-            obj.slots[:] = reserved
-        parts = parts[:kept]
+        for index in to_copy:
+            objects[index].slots[:] = slots[index]
+        objects = [objects[index] for index in to_copy]
+        parts = [parts[index] for index in to_copy]
         self._storing.update(
             (part.chunk_hash, part.group) for part in parts if part.chunk_hash is not None
         )
@@ -356,13 +308,7 @@ class CacheScheduler:
             parts=parts,
             digests=[[None] * len(part.sizes) for part in parts],
         )
-        return StoreOp(store_id, self._store.pool_ref.incarnation, objects[:kept])
-
-    def _worth_storing(self, chunk_hash: bytes, group: str) -> bool:
-        assert self._store is not None
-        return (chunk_hash, group) not in self._storing and not self._store.contains(
-            chunk_hash, group
-        )
+        return StoreOp(store_id, self._store.pool_ref.incarnation, objects)
 
     def on_worker_meta(self, meta: WorkerMeta) -> None:
         """Ranks are done with copies: publish, drop or release what they touched."""
@@ -418,7 +364,8 @@ class CacheScheduler:
             # The tokens at these positions may not be those that were fed to the model.
             or pending.attempt != state.attempt
             or pending.num_prompt_tokens != state.view.num_prompt_tokens
-            or not self._extend_chain(state)
+            or self._lookups is None
+            or not self._lookups.extend_chain(state)
         ):
             return
         pending.bind(state.chain.hashes)
@@ -471,12 +418,18 @@ class CacheScheduler:
             # Its blocks are of before: not kept under the new keys, unless it is recomputed.
             state.next_chunk = _NO_CHUNK
         if self._store is not None:
-            self._store.clear()
-            self._new_database(os.urandom(16).hex())
+            assert self._layout is not None
+            namespace = self.namespace(self._layout, os.urandom(16).hex())
+            self._store.clear(namespace)
+            self._new_database(namespace)
 
     def take_counters(self) -> dict[str, Any]:
         """Plain counters since the last call."""
-        return self.ledger.take(self._store.stats() if self._store is not None else None)
+        stats = None
+        if self._store is not None and time.monotonic() >= self._next_stats:
+            self._next_stats = time.monotonic() + _STATS_SECONDS
+            stats = self._store.stats()
+        return self.ledger.take(stats)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the request table does not fit what is in flight."""
@@ -489,9 +442,7 @@ class CacheScheduler:
         }
         assert self._storing == expected, (self._storing, expected)
         if self._store is not None:
-            stats = self._store.stats()
-            assert stats.leases == len(self._stores), (stats.leases, len(self._stores))
-            self._store.check_integrity()
+            self._store.check_integrity(self._loads.keys(), self._stores.keys())
 
     def shutdown(self) -> None:
         """Close the store."""

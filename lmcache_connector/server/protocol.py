@@ -9,6 +9,9 @@
 
 One offer is open at a time, so neither side can flood the other. After the last extent the
 connection only says that the worker lives: its end means that it maps the memory no more.
+
+A hello without a rank is that of a scheduler side or the CLI. It is offered nothing but a token,
+which its ZeroMQ requests carry (messages.py) and which ends with the connection.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import msgspec
 
 from lmcache_connector.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+# Of these frames and of messages.py.
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 4096
 
 _F = TypeVar("_F")
@@ -27,23 +31,28 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """A worker's first frame."""
+    """The first frame."""
 
     version: _Count
-    rank: _Count
+    rank: _Count | None
+    # The engine core it works for, by the name of its registration; "" where there is only one.
+    instance: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The pool's life and how many extents will be offered."""
+    """The pool's life and how many extents will be offered, or a token."""
 
     incarnation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    num_extents: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    num_extents: Annotated[int, msgspec.Meta(ge=0, le=65536)]
+    token: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Why there is no welcome."""
 
     reason: str
+    # It may be welcome later: the instance is not registered now.
+    retry: bool = False
 
 
 class ExtentOffer(msgspec.Struct, frozen=True, tag="extent"):
@@ -74,16 +83,17 @@ def encode(frame: WorkerFrame | OwnerFrame) -> bytes:
 
 def decode_worker_frame(data: bytes) -> WorkerFrame:
     """Raises ProtocolError for anything but a worker's frame."""
-    return _decode(_worker_frames, data)
+    return decode(_worker_frames, data)
 
 
 def decode_owner_frame(data: bytes) -> OwnerFrame:
     """Raises ProtocolError for anything but an owner's frame."""
-    return _decode(_owner_frames, data)
+    return decode(_owner_frames, data)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_F], data: bytes) -> _F:
+def decode(decoder: msgspec.msgpack.Decoder[_F], data: bytes | msgspec.Raw) -> _F:
+    """Raises ProtocolError for what the decoder does not take."""
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"malformed frame: {error}") from None

@@ -1,19 +1,21 @@
 """``PoolService``: the small private service that the owner of a pool runs.
 
 It hands the pool's memory to this user's workers over a Unix socket, learns which extents all
-ranks have mapped, and when a worker is gone. See protocol.py for the conversation.
+ranks of an engine core (an instance) have mapped, and when they are gone. It also gives out the
+tokens that requests carry. See protocol.py for the conversation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import selectors
 import socket
 import threading
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,59 +33,87 @@ _MAX_SESSIONS = 512
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """One connection. ``rank`` is None until its Hello; extents are mapped in order."""
+    """One connection: a worker once it has a rank, control once it has a token."""
 
     connection: socket.socket
+    token: str | None = None
+    instance: str = ""
     rank: int | None = None
+    # Extents are mapped in order.
     num_mapped: int = 0
     # Broke the rules: not served any more, and watched only for its end.
     dropped: bool = False
 
 
+@dataclass(slots=True)
+class _Instance:
+    """The workers of one engine core. ``is_open``: more of them are welcome."""
+
+    num_ranks: int
+    is_open: bool = True
+    num_workers: int = 0
+    # Extents that all ranks have mapped.
+    num_mapped: int = 0
+
+
 class PoolService:
     """Serves one pool's extents on its own daemon thread from ``start`` to ``close``.
 
+    Callbacks come on that thread.
+
     Args:
         extents: the pool's memfds; they stay open at least until ``close``.
-        path: where to listen (``sockets.socket_path_for``); ``pool_ref`` tells the real place.
-        expected_ranks: an extent is ready once ranks 0..expected_ranks-1 have all mapped it.
-        on_session_end: called on the service's thread with the rank whose last connection has
-            ended: its process is gone or has unmapped the memory, so that nothing it was asked
-            to copy can still happen. Whoever owns the store may then complete what it held.
+        endpoint: where to listen (``sockets.memory_path`` of it).
+        exclusive: refuse to start when the name is taken, instead of taking one beside it.
+        allowed_uids: users who may connect, beside this one and root.
+        on_mapped: called with 1, 2, ... when all ranks of an instance have mapped so many extents,
+            the first time that any has.
     """
 
     def __init__(
         self,
         extents: Sequence[Extent],
-        path: Path,
-        expected_ranks: int,
-        on_session_end: Callable[[int], None] | None = None,
+        endpoint: Path,
+        *,
+        exclusive: bool = False,
+        allowed_uids: Collection[int] = (),
+        on_mapped: Callable[[int], None] = lambda count: None,
     ) -> None:
-        assert expected_ranks > 0
         self.incarnation = uuid.uuid4().hex
-        self.ready = threading.Event()
-        self._extents = tuple(extents)
-        self._path = path
-        self._expected_ranks = expected_ranks
-        self._on_session_end = on_session_end
-        self._num_ready = 0
+        self.extents = tuple(extents)
+        self.endpoint = endpoint
+        self.allowed_uids = frozenset(allowed_uids)
+        # The last connection of an instance's workers has ended: their processes are gone or have
+        # unmapped the memory, so that nothing they were asked to copy can still happen.
+        self.on_workers_gone: Callable[[str], None] = lambda instance: None
+        # A control connection, and with it this token, has ended.
+        self.on_control_end: Callable[[str], None] = lambda token: None
+        self._exclusive = exclusive
+        self._on_mapped = on_mapped
         self._sessions: set[_Session] = set()
+        self._tokens: set[str] = set()
+        self._num_told = 0
+        # Guards the instances; held for moments only, never during a callback.
+        self._changed = threading.Condition()
+        self._instances: dict[str, _Instance] = {}
 
-    @property
-    def pool_ref(self) -> PoolRef:
+    def pool_ref(self, instance: str = "") -> PoolRef:
         """Where workers attach; valid once started."""
-        return PoolRef(str(self._path), self.incarnation)
+        return PoolRef(str(sockets.memory_path(self.endpoint)), self.incarnation, instance)
 
-    def start(self, on_extent_ready: Callable[[int], None]) -> None:
-        """Listen, and call ``on_extent_ready`` with each extent's index, in order.
+    def start(self) -> None:
+        """Listen.
 
         Raises:
             OSError: the socket cannot be made.
+            StartupError: it is in use, and ``exclusive`` was asked for.
         """
-        self._on_extent_ready = on_extent_ready
-        self._listener, self._path = sockets.listen_private(self._path)
+        mode = 0o666 if self.allowed_uids else 0o600
+        self._listener, self.endpoint = sockets.listen_private(
+            self.endpoint, exclusive=self._exclusive, mode=mode
+        )
         self._listener.setblocking(False)
-        self._inode = self._path.lstat().st_ino
+        self._inode = sockets.memory_path(self.endpoint).lstat().st_ino
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -91,14 +121,40 @@ class PoolService:
         self._thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
         self._thread.start()
 
-    def wait_ready(self, timeout: float) -> bool:
+    def add_instance(self, name: str, num_ranks: int) -> None:
+        """Welcome workers of an engine core, or welcome them again."""
+        with self._changed:
+            self._instances.setdefault(name, _Instance(num_ranks)).is_open = True
+
+    def remove_instance(self, name: str) -> bool:
+        """Welcome no more workers of it; whether none is connected. Else ``on_workers_gone``
+        comes when the last one has gone."""
+        with self._changed:
+            instance = self._instances.get(name)
+            if instance is not None:
+                instance.is_open = False
+                if instance.num_workers:
+                    return False
+                del self._instances[name]
+            return True
+
+    def has_token(self, token: str) -> bool:
+        """Whether the control connection of a token lives."""
+        return token in self._tokens
+
+    def wait_ready(self, timeout: float, instance: str = "") -> bool:
         """Whether all ranks have mapped all extents within ``timeout`` seconds."""
-        return self.ready.wait(timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_ready(instance), timeout)
+
+    def _is_ready(self, name: str) -> bool:
+        instance = self._instances.get(name)
+        return instance is not None and instance.num_mapped == len(self.extents)
 
     def close(self) -> None:
-        """End all connections and remove the socket's name. No callback comes after."""
+        """End all connections and remove the endpoint's names. No callback comes after."""
         # First: as long as we listen, nobody else takes the name or the inode.
-        sockets.remove_socket(self._path, self._inode)
+        sockets.remove_socket(self.endpoint, self._inode)
         self._wake.close()
         self._thread.join()
         self._woken.close()
@@ -140,7 +196,8 @@ class PoolService:
             time.sleep(0.1)
             return
         uid = sockets.peer_uid(connection)
-        if not sockets.is_trusted(uid) or len(self._sessions) >= _MAX_SESSIONS:
+        trusted = sockets.is_trusted(uid) or uid in self.allowed_uids
+        if not trusted or len(self._sessions) >= _MAX_SESSIONS:
             logger.warning(
                 "memory socket: refused a connection of user %d (%d are open)",
                 uid,
@@ -167,7 +224,7 @@ class PoolService:
         try:
             if flags & socket.MSG_TRUNC:
                 raise ProtocolError(f"a frame of more than {protocol.MAX_FRAME_BYTES} bytes")
-            self._handle(session, protocol.decode_worker_frame(data))
+            return self._handle(session, protocol.decode_worker_frame(data))
         except ProtocolError as error:
             logger.warning("memory socket: dropped a worker (rank %s): %s", session.rank, error)
             if session.rank is None:
@@ -178,33 +235,49 @@ class PoolService:
                 session.connection.shutdown(socket.SHUT_WR)
         return True
 
-    def _handle(self, session: _Session, frame: protocol.WorkerFrame) -> None:
-        if isinstance(frame, protocol.Hello):
-            if session.rank is not None:
-                raise ProtocolError("a second hello")
-            if reason := self._reason_refused(frame):
-                self._send(session, protocol.Refused(reason))
-                raise ProtocolError(reason)
-            session.rank = frame.rank
-            self._send(session, protocol.Welcome(self.incarnation, len(self._extents)))
-        else:
+    def _handle(self, session: _Session, frame: protocol.WorkerFrame) -> bool:
+        """Whether the connection goes on."""
+        if isinstance(frame, protocol.ExtentMapped):
             if session.rank is None or frame.extent != session.num_mapped:
                 raise ProtocolError(f"extent {frame.extent} was not offered")
             session.num_mapped += 1
-            self._advance()
-        if session.num_mapped < len(self._extents):
-            extent = self._extents[session.num_mapped]
+            self._advance(session.instance)
+        else:
+            if session.rank is not None or session.token is not None:
+                raise ProtocolError("a second hello")
+            if refused := self._admit(session, frame):
+                self._send(session, refused)
+                if refused.retry:
+                    return False
+                raise ProtocolError(refused.reason)
+        if session.rank is not None and session.num_mapped < len(self.extents):
+            extent = self.extents[session.num_mapped]
             offer = protocol.ExtentOffer(session.num_mapped, extent.nbytes)
             self._send(session, offer, extent.fd)
+        return True
 
-    def _reason_refused(self, hello: protocol.Hello) -> str | None:
+    def _admit(self, session: _Session, hello: protocol.Hello) -> protocol.Refused | None:
+        """Give a connection its part, or say why not."""
         if hello.version != protocol.PROTOCOL_VERSION:
-            return (
+            return protocol.Refused(
                 f"protocol version {hello.version} of the worker, {protocol.PROTOCOL_VERSION} of "
                 "the pool's owner: install the same lmcache-connector in both"
             )
-        if hello.rank >= self._expected_ranks:
-            return f"rank {hello.rank} is not one of {self._expected_ranks} ranks"
+        if hello.rank is None:
+            session.token = secrets.token_hex(32)
+            self._tokens.add(session.token)
+            self._send(session, protocol.Welcome(self.incarnation, 0, session.token))
+            return None
+        with self._changed:
+            instance = self._instances.get(hello.instance)
+            if instance is None or not instance.is_open:
+                return protocol.Refused(f"{hello.instance!r} is not registered", retry=True)
+            num_ranks = instance.num_ranks
+            if hello.rank >= num_ranks:
+                return protocol.Refused(f"rank {hello.rank} is not one of {num_ranks} ranks")
+            instance.num_workers += 1
+        session.instance, session.rank = hello.instance, hello.rank
+        self._send(session, protocol.Welcome(self.incarnation, len(self.extents)))
         return None
 
     def _send(self, session: _Session, frame: protocol.OwnerFrame, fd: int | None = None) -> None:
@@ -217,24 +290,36 @@ class PoolService:
         except OSError as error:
             raise ProtocolError(f"cannot be sent to: {error}") from error
 
-    def _advance(self) -> None:
-        """Tell which extents all ranks have mapped by now."""
-        mapped = [0] * self._expected_ranks
+    def _advance(self, name: str) -> None:
+        """Tell how many extents all ranks of an instance have mapped by now."""
+        instance = self._instances[name]
+        mapped = [0] * instance.num_ranks
         for session in self._sessions:
-            if session.rank is not None:
+            if session.rank is not None and session.instance == name:
                 mapped[session.rank] = max(mapped[session.rank], session.num_mapped)
-        while self._num_ready < min(mapped):
-            self._on_extent_ready(self._num_ready)
-            self._num_ready += 1
-        if self._num_ready == len(self._extents):
-            self.ready.set()
+        while instance.num_mapped < min(mapped):
+            if instance.num_mapped == self._num_told:
+                self._num_told += 1
+                self._on_mapped(self._num_told)
+            with self._changed:
+                instance.num_mapped += 1
+                self._changed.notify_all()
 
     def _end(self, session: _Session) -> None:
         self._selector.unregister(session.connection)
         session.connection.close()
         self._sessions.remove(session)
-        rank = session.rank
-        if rank is None or self._on_session_end is None:
+        if session.token is not None:
+            self._tokens.discard(session.token)
+            self.on_control_end(session.token)
+        if session.rank is None:
             return
-        if all(other.rank != rank for other in self._sessions):
-            self._on_session_end(rank)
+        with self._changed:
+            instance = self._instances[session.instance]
+            instance.num_workers -= 1
+            is_gone = not instance.num_workers
+            if is_gone:
+                # Who comes after them has to map everything anew.
+                instance.num_mapped = 0
+        if is_gone:
+            self.on_workers_gone(session.instance)

@@ -2,7 +2,8 @@
 
 Call sequence of one request:
 
-    lookup -> (narrow) -> prepare_load -> complete_load
+    lookup (until READY) -> narrow (until READY; GONE: lookup again) -> prepare_load
+           -> complete_load
            -> release                                      when nothing is loaded
     prepare_store -> complete_store                        any number of times
 
@@ -13,27 +14,43 @@ are unique for the life of the Store. No call waits for a worker or for a tier.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import Annotated, Protocol
 
 import msgspec
 
 from lmcache_connector.metadata import PoolRef, SlotRef
 
+# Limits are for what peers send. Chunk hashes are keys.TokenDatabase's.
+ChunkHash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+GroupTag = Annotated[str, msgspec.Meta(max_length=64)]
+RowKey = tuple[ChunkHash, GroupTag]
+
 
 class LookupState(enum.Enum):
-    """Whether a lookup's answer is final."""
+    """How far a lookup has come."""
 
     READY = "ready"
-    # A slower tier is still answering: ask again, until the caller's deadline.
+    # A tier is still answering or reading: ask again, until the caller's deadline.
     PENDING = "pending"
+    # A row that was there cannot be had any more: look up again.
+    GONE = "gone"
 
 
 class GroupShards(msgspec.Struct, frozen=True):
-    """An object group as the store sees it: a name and how many objects make one row."""
+    """An object group as the store sees it: a name, and how many bytes its rows have."""
 
     tag: str
-    num_shards: int
+    # sizes[chunk % len(sizes)][shard]: bytes of the shard of the chunk at this position.
+    sizes: list[list[int]]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.sizes[0])
+
+    def row_sizes(self, chunk: int) -> list[int]:
+        """Bytes by shard of the row of the prompt's chunk number ``chunk``."""
+        return self.sizes[chunk % len(self.sizes)]
 
 
 class LookupReply(msgspec.Struct):
@@ -50,15 +67,23 @@ class Row(msgspec.Struct):
     digests: list[int]
 
 
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row to reserve slots for: ``sizes[shard]`` bytes, 0 = none."""
+
+    sizes: list[int]
+    # None while its tokens are not known.
+    key: RowKey | None = None
+
+
 class Commit(msgspec.Struct, frozen=True):
     """Makes reservation ``index`` of a store visible under its key."""
 
     index: int
-    chunk_hash: bytes
+    chunk_hash: ChunkHash
     # Hash of the chunk before, or None for the first: eviction works tail first.
-    parent: bytes | None
-    group: str
-    digests: list[int]
+    parent: ChunkHash | None
+    group: GroupTag
+    digests: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
 class StoreStats(msgspec.Struct):
@@ -72,59 +97,84 @@ class StoreStats(msgspec.Struct):
     leases: int
     # Rows evicted to make room, by group tag.
     evicted: dict[str, int]
-    # Items of prepare_store that did not fit.
+    # Rows of prepare_store that did not fit.
     refused_stores: int
+    # By tier, as the URL was written: counters of TierCounters.
+    tiers: dict[str, TierCounters] = {}
+
+
+class TierCounters(msgspec.Struct):
+    """What one tier did. Counters only grow."""
+
+    hit_rows: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    # Writes given up: the queue was full, or the tier refused.
+    dropped_rows: int = 0
+    # Calls that raised TierError, and values that failed their check.
+    errors: int = 0
+    corrupt_rows: int = 0
 
 
 class Store(Protocol):
-    """See the module's docstring for the order of calls."""
+    """See the module's docstring for the order of calls.
+
+    What a lost server did not answer is a miss: empty masks, None, no slots.
+    """
 
     @property
     def pool_ref(self) -> PoolRef:
-        """Where workers attach."""
+        """Where workers attach now; its incarnation is empty while there is no pool."""
 
-    def lookup(self, lookup_id: int, chunk_hashes: Sequence[bytes]) -> LookupReply:
-        """Which rows of consecutive chunks are there; pins all that are. READY ends the lookup's
-        search, PENDING may be repeated with the same id."""
+    @property
+    def has_tiers(self) -> bool:
+        """Whether a lookup can be PENDING, so that it is worth starting early."""
 
-    def narrow(self, lookup_id: int, keep: Sequence[tuple[bytes, str]]) -> None:
-        """Keep only the pins on ``keep`` (chunk hash, group tag), and count them as used."""
+    def lookup(
+        self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
+    ) -> LookupReply:
+        """Which rows of consecutive chunks are there, in the pool (they are pinned) or in a
+        tier. ``first_chunk``: position of the first of them in the prompt."""
+
+    def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
+        """Keep only the pins on ``keep``, count them as used, and bring those into the pool that
+        lie in a tier only. READY: all of them are pinned."""
 
     def release(self, lookup_id: int) -> None:
         """Drop all pins of a lookup; unknown ids are fine."""
 
     def prepare_load(
-        self, load_id: int, lookup_id: int, wanted: Sequence[tuple[bytes, str]]
+        self, load_id: int, lookup_id: int, wanted: Sequence[RowKey]
     ) -> list[Row] | None:
         """Turn the lookup's pins into the load's: rows in the order wanted, or None (and the
         lookup released) when any of them is gone."""
 
-    def complete_load(self, load_id: int, drop: Sequence[tuple[bytes, str]] = ()) -> None:
+    def complete_load(self, load_id: int, drop: Sequence[RowKey] = ()) -> None:
         """No worker reads the load's slots any more. ``drop``: rows that failed their check."""
 
     def prepare_store(
-        self, store_id: int, sizes: Sequence[Sequence[int]], protect: bytes | None
-    ) -> list[list[SlotRef]] | None:
-        """Reserve slots: ``sizes[i][shard]`` bytes, 0 = none. As many leading items as fit (what
-        was used longest ago is evicted, never a pinned row, nor one of the prefix that ends at
-        ``protect``); None, and nothing changed, when not even the first fits. A chunk that has
-        not been committed, or that nothing is known of any more, protects nothing."""
+        self, store_id: int, rows: Sequence[NewRow], prefix: Sequence[bytes]
+    ) -> list[list[SlotRef]]:
+        """Reserve slots for as many leading rows as fit (what was used longest ago is evicted,
+        never a pinned row, nor one of the prefix that ends at the last known chunk of
+        ``prefix``). A row that is kept already gets an empty list. The store is open, and needs
+        its ``complete_store``, when any row got slots."""
 
     def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
         """No worker writes the store's slots any more: publish ``commits`` (the first value of a
         key wins) and free the rest. Every shard of a published row must have been written."""
 
-    def contains(self, chunk_hash: bytes, group: str) -> bool:
-        """Whether a row is there. A hint: it may be evicted at once."""
-
-    def clear(self) -> None:
-        """Forget every row at once. Slots under a pin or lease stay until they are released."""
+    def clear(self, namespace: bytes) -> None:
+        """Forget what this client knows, at once, and go on with keys of another ``namespace``
+        (32 bytes). Its open stores publish nothing any more; slots under a pin or lease stay
+        until they are released; tiers, and what other clients share, stay."""
 
     def stats(self) -> StoreStats:
         """Snapshot of use."""
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError with the numbers when bookkeeping does not add up."""
+    def check_integrity(self, loads: Collection[int], stores: Collection[int]) -> None:
+        """Raise AssertionError with the numbers when bookkeeping does not add up, or when this
+        client has other loads or stores open than these."""
 
     def close(self) -> None:
-        """End the service and give the memory back."""
+        """End it. An embedded pool's memory is given back."""

@@ -1,305 +1,293 @@
-"""``StorageEngine``: the ``Store`` that owns a pool. Embedded in an engine core, or in a server."""
+"""``StorageEngine``: one pool with its tiers, for any number of sessions.
+
+Embedded in an engine core it has one session, in a server one for each engine core. Sessions take
+the lock; jobs of the tiers' threads take it when they begin and when they end.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from lmcache_connector.metadata import PoolRef, SlotRef
-from lmcache_connector.storage.base import (
-    Commit,
-    GroupShards,
-    LookupReply,
-    LookupState,
-    Row,
-    StoreStats,
-)
-from lmcache_connector.storage.index import Entry, RowIndex
+from lmcache_connector.storage.base import GroupShards, Row, RowKey, StoreStats
+from lmcache_connector.storage.index import Entry
 from lmcache_connector.storage.pool import MemoryPool
-
-# What a shard of 0 bytes gets.
-NO_SLOT = SlotRef(0, 0, 0)
-
-
-class MemoryService(Protocol):
-    """Hands the pool's memory to the workers (server/service.py)."""
-
-    @property
-    def pool_ref(self) -> PoolRef:
-        """Where workers attach; valid once started."""
-
-    def start(self, on_extent_ready: Callable[[int], None]) -> None:
-        """Begin to serve. ``on_extent_ready`` is called, from another thread, once for each
-        extent that all ranks have mapped."""
-
-    def close(self) -> None:
-        """Stop serving. No callback comes after the return."""
+from lmcache_connector.storage.rows import RowTable
+from lmcache_connector.storage.session import Looking, StoreSession
+from lmcache_connector.storage.tiering import Channel, Job, Question, Tiering
+from lmcache_connector.storage.tiers.base import Tier, value_name
 
 
-class _Lease(NamedTuple):
-    """Slots that a worker may be writing to. Only ``complete_store`` ends it, never a clock."""
+@dataclass(eq=False)
+class Fetch:
+    """A row on its way from a tier into the pool, shared by all lookups that wait for it."""
 
-    generation: int
-    items: list[list[SlotRef]]
+    key: RowKey
+    parent: bytes | None
+    namespace: str
+    sizes: list[int]
+    waiting: list[Looking] = field(default_factory=list)
+    slots: list[SlotRef] | None = None
 
 
 class StorageEngine:
-    """See ``Store`` for the contract of each verb. Safe to call from any thread.
+    """Safe to call from any thread.
 
-    Every slot that the pool has handed out belongs to exactly one of: a row in the index, a
-    dead row that is still pinned, a lease.
-
-    Raises:
-        ValueError: from ``prepare_*`` and ``complete_*``: an id used twice or not open, or
-            commits that do not fit their lease. Nothing has changed then.
+    Args:
+        tiering: the tiers behind the pool.
+        floor_bytes: what a namespace keeps at least when others need room; 0 = nothing.
+        shared: sessions come and go, and ``Store.clear`` of one deletes nothing.
     """
 
     def __init__(
-        self, pool: MemoryPool, groups: Sequence[GroupShards], service: MemoryService
+        self,
+        pool: MemoryPool,
+        tiering: Tiering | None = None,
+        floor_bytes: int = 0,
+        *,
+        shared: bool = False,
     ) -> None:
+        self.shared = shared
+        self.floor_bytes = floor_bytes
+        self.tiering = tiering
+        self.lock = threading.Lock()
+        self.rows = RowTable(pool, floor_bytes)
+        self.refused = 0
+        self.sessions: set[StoreSession] = set()
         self._pool = pool
-        self._service = service
-        self._num_shards = {group.tag: group.num_shards for group in groups}
-        self._lock = threading.Lock()
-        self._index = RowIndex()
-        # Rows pinned, each once, in the order of the chunks asked for.
-        self._lookups: dict[int, list[Entry]] = {}
-        self._loads: dict[int, list[Entry]] = {}
-        self._leases: dict[int, _Lease] = {}
-        # Counts calls of clear.
-        self._generation = 0
-        self._evicted = dict.fromkeys(self._num_shards, 0)
-        self._refused = 0
-        service.start(self._on_extent_ready)
+        # By tier: rows that are pinned until it has them, and their bytes.
+        self._writing: list[dict[Entry, None]] = [{} for _ in self.channels]
+        self._writing_bytes = [0 for _ in self.channels]
+        self._fetches: dict[RowKey, Fetch] = {}
+        self._probe: tuple[Sequence[bytes], Question | None] = ((), None)
 
-    @property
-    def pool_ref(self) -> PoolRef:
-        return self._service.pool_ref
+    def open_session(
+        self, namespace: bytes, groups: Sequence[GroupShards], pool_ref: PoolRef
+    ) -> StoreSession:
+        """A client's view. ``namespace``: 32 bytes that its chunk hashes are chained from."""
+        session = StoreSession(self, namespace, groups, pool_ref)
+        with self.lock:
+            self.sessions.add(session)
+        return session
 
-    def _on_extent_ready(self, extent: int) -> None:
-        with self._lock:
+    def mark_ready(self, extent: int) -> None:
+        """Let slots be handed out from an extent."""
+        with self.lock:
             self._pool.mark_ready(extent)
 
-    # ---- loads ----------------------------------------------------------------------------------
+    # ---- tiers ----------------------------------------------------------------------------------
 
-    def lookup(self, lookup_id: int, chunk_hashes: Sequence[bytes]) -> LookupReply:
-        with self._lock:
-            entries, masks = self._index.find(chunk_hashes)
-            for entry in entries:
+    def persist(self, entries: Collection[Entry]) -> None:
+        """Queue writes of rows to the tiers that lack them. The lock is held."""
+        for index, channel in enumerate(self.channels):
+            lacking = [entry for entry in entries if not entry.tiers >> index & 1]
+            is_usable = not lacking or channel.is_usable()
+            dropped = 0
+            for entry in lacking:
+                # Rows that wait are pinned: those of all tiers may not fill half of the pool.
+                queued = self._writing_bytes[index] + entry.num_bytes
+                fits = 2 * len(self.channels) * queued <= self._pool.capacity_bytes
+                job = self._write_job(entry, index, channel)
+                if (
+                    not is_usable
+                    or not (fits or not self._writing[index])
+                    or not channel.submit(job, "write")
+                ):
+                    dropped += 1
+                    continue
+                entry.tiers |= 1 << index
                 entry.pins += 1
-            self._unpin(self._lookups.get(lookup_id, ()))
-            self._lookups[lookup_id] = entries
-        present = [[masks.get(tag, 0)] * num for tag, num in self._num_shards.items()]
-        return LookupReply(LookupState.READY, present)
+                self._writing[index][entry] = None
+                self._writing_bytes[index] = queued
+            if dropped:
+                channel.count(dropped_rows=dropped)
 
-    def narrow(self, lookup_id: int, keep: Sequence[tuple[bytes, str]]) -> None:
-        with self._lock:
-            entries = self._lookups.get(lookup_id, [])
-            wanted = set(keep)
-            chunks = {chunk_hash for chunk_hash, _ in wanted}
-            kept = [entry for entry in entries if entry.key in wanted]
+    def _write_job(self, entry: Entry, index: int, channel: Channel) -> Job:
+        def job(tier: Tier | None) -> None:
+            written = False
+            try:
+                if tier is not None and not entry.dead and self.tiering is not None:
+                    name = value_name(entry.namespace, *entry.key)
+                    self.tiering.write(channel, tier, name, entry.row)
+                    written = True
+            finally:
+                with self.lock:
+                    if not written:
+                        channel.count(dropped_rows=1)
+                        entry.tiers &= ~(1 << index)
+                    del self._writing[index][entry]
+                    self._writing_bytes[index] -= entry.num_bytes
+                    self.rows.unpin([entry])
+
+        return job
+
+    def fetch(
+        self, look: Looking, key: RowKey, parent: bytes | None, sizes: list[int], tier: int
+    ) -> bool:
+        """Bring a row from a tier into the pool, pinned for ``look``; False when it cannot be
+        had. The lock is held."""
+        assert self.tiering is not None
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            fetch = Fetch(key, parent, look.namespace, sizes)
+            channel = self.tiering.channels[tier]
+            if not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
+                return False
+            self._fetches[key] = fetch
+        fetch.waiting.append(look)
+        return True
+
+    def _fetch_job(self, fetch: Fetch, index: int, channel: Channel) -> Job:
+        def job(tier: Tier | None) -> None:
+            digests: list[int] | None = None
+            try:
+                if tier is not None and self._begin_fetch(fetch) and self.tiering is not None:
+                    assert fetch.slots is not None
+                    name = value_name(fetch.namespace, *fetch.key)
+                    digests = self.tiering.read(channel, tier, name, fetch.slots)
+            finally:
+                self._end_fetch(fetch, digests, index)
+
+        return job
+
+    def _begin_fetch(self, fetch: Fetch) -> bool:
+        with self.lock:
+            # Only now: what waits for a slow tier must not hold memory.
+            is_wanted = any(fetch.key in look.fetching for look in fetch.waiting)
+            if not is_wanted or self.rows.index.get(fetch.key) is not None:
+                return False
+            reserved = self.rows.reserve([fetch.sizes], (), fetch.namespace)
+            fetch.slots = reserved[0] if reserved else None
+            return bool(reserved)
+
+    def _end_fetch(self, fetch: Fetch, digests: list[int] | None, index: int) -> None:
+        with self.lock:
+            del self._fetches[fetch.key]
+            if fetch.slots is not None and digests is None:
+                self.rows.free(fetch.slots)
+            elif fetch.slots is not None and digests is not None:
+                row = Row(fetch.slots, digests)
+                new = self.rows.publish(fetch.key, fetch.parent, row, fetch.namespace)
+                if new is not None:
+                    # Only nearer ones lack it: it came through those behind, or they dropped it.
+                    new.tiers = -1 << index
+                    self.persist([new])
+            entry = self.rows.index.get(fetch.key)
+            for look in fetch.waiting:
+                look.fetched(fetch.key, entry)
+
+    # ---- management -----------------------------------------------------------------------------
+
+    def probe(
+        self, namespace: str, chunk_hashes: Sequence[bytes]
+    ) -> tuple[dict[str, int], dict[str, int], bool]:
+        """By group, bit masks of rows in the pool and in tiers, and whether the tiers are still
+        being asked: then call again."""
+        with self.lock:
+            _, in_pool = self.rows.index.find(chunk_hashes)
+            hashes, question = self._probe
+            if self.tiering is None:
+                return in_pool, {}, False
+            if question is None or hashes != chunk_hashes:
+                tags = {
+                    tag
+                    for session in self.sessions
+                    if session.namespace == namespace
+                    for tag in session.groups
+                }
+                keys = [(chunk_hash, tag) for chunk_hash in chunk_hashes for tag in sorted(tags)]
+                question = self.tiering.ask(namespace, keys)
+                self._probe = (chunk_hashes, question)
+            in_tiers: dict[str, int] = {}
+            if question.done:
+                self._probe = ((), None)
+                positions = {chunk_hash: bit for bit, chunk_hash in enumerate(chunk_hashes)}
+                for chunk_hash, tag in question.found:
+                    in_tiers[tag] = in_tiers.get(tag, 0) | 1 << positions[chunk_hash]
+            return in_pool, in_tiers, not question.done
+
+    def set_pinned(self, chunk_hashes: Sequence[bytes], pinned: bool) -> int:
+        """Keep rows of the pool from being evicted, or no more; how many there were."""
+        with self.lock:
+            entries, _ = self.rows.index.find(chunk_hashes)
             for entry in entries:
-                if entry.key[0] in chunks:
-                    entry.follows = entry.key in wanted
-            self._unpin(entry for entry in entries if entry.key not in wanted)
-            if kept:
-                self._lookups[lookup_id] = kept
-                self._index.touch(kept[-1].key[0])
-            else:
-                self._lookups.pop(lookup_id, None)
+                entry.is_kept = pinned
+            return len(entries)
 
-    def release(self, lookup_id: int) -> None:
-        with self._lock:
-            self._unpin(self._lookups.pop(lookup_id, ()))
+    def clear_namespace(self, namespace: str) -> int:
+        """Delete rows, of "" all, from pool and tiers; how many there were in the pool."""
+        with self.lock:
+            cleared = [
+                entry for entry in self.rows.index.entries() if namespace in ("", entry.namespace)
+            ]
+            for entry in cleared:
+                self.rows.remove(entry)
+            names = {namespace} if namespace else {session.namespace for session in self.sessions}
+            names |= {entry.namespace for entry in cleared}
+        if self.tiering is not None:
+            for name in names:
+                self.tiering.clear(name)
+        return len(cleared)
 
-    def prepare_load(
-        self, load_id: int, lookup_id: int, wanted: Sequence[tuple[bytes, str]]
-    ) -> list[Row] | None:
-        with self._lock:
-            if load_id in self._loads:
-                raise ValueError(f"load {load_id} is already open")
-            entries = self._lookups.pop(lookup_id, [])
-            held = {entry.key: entry for entry in entries if not entry.dead}
-            if not all(key in held for key in wanted):
-                self._unpin(entries)
-                return None
-            loading = [held[key] for key in dict.fromkeys(wanted)]
-            for entry in loading:
-                entry.pins += 1
-            self._loads[load_id] = loading
-            self._unpin(entries)
-            return [held[key].row for key in wanted]
-
-    def complete_load(self, load_id: int, drop: Sequence[tuple[bytes, str]] = ()) -> None:
-        with self._lock:
-            if load_id not in self._loads:
-                raise ValueError(f"load {load_id} is not open")
-            entries = self._loads.pop(load_id)
-            dropped = set(drop)
-            for entry in entries:
-                if entry.key in dropped and not entry.dead:
-                    self._index.remove(entry)
-            self._unpin(entries)
-
-    # ---- stores ---------------------------------------------------------------------------------
-
-    def prepare_store(
-        self, store_id: int, sizes: Sequence[Sequence[int]], protect: bytes | None
-    ) -> list[list[SlotRef]] | None:
-        with self._lock:
-            if store_id in self._leases:
-                raise ValueError(f"store {store_id} is already open")
-            victims = self._index.victims(protect)
-            items: list[list[SlotRef]] = []
-            evicted: list[Entry] = []
-            for shard_bytes in sizes:
-                slots = self._place(shard_bytes, victims, evicted)
-                if slots is None:
-                    break
-                items.append(slots)
-            for entry in evicted:
-                self._index.remove(entry)
-                self._evicted[entry.key[1]] += 1
-            self._refused += len(sizes) - len(items)
-            if not items:
-                return None
-            self._leases[store_id] = _Lease(self._generation, items)
-            return items
-
-    def _place(
-        self, shard_bytes: Sequence[int], victims: Iterator[Entry], evicted: list[Entry]
-    ) -> list[SlotRef] | None:
-        """Slots for one item, and in ``evicted`` the rows that made room; or None, and nothing
-        has changed. Victims stay in the index: the caller removes them."""
-        if max(shard_bytes, default=0) > self._pool.largest_extent_bytes:
-            return None
-        freed: list[Entry] = []
-        while (slots := self._allocate_all(shard_bytes)) is None:
-            victim = next(victims, None)
-            if victim is None:
-                for entry in freed:
-                    for taken in entry.row.slots:
-                        if taken.nbytes:
-                            self._pool.reserve(taken)
-                return None
-            self._free(victim.row.slots)
-            freed.append(victim)
-        evicted += freed
-        return slots
-
-    def _allocate_all(self, shard_bytes: Sequence[int]) -> list[SlotRef] | None:
-        """Slots for all shards of an item, or None: one placed while others wait for room would
-        lie in the way of the range that they are waiting for."""
-        slots: list[SlotRef] = []
-        for nbytes in shard_bytes:
-            slot = self._pool.allocate(nbytes) if nbytes else NO_SLOT
-            if slot is None:
-                self._free(slots)
-                return None
-            slots.append(slot)
-        return slots
-
-    def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
-        with self._lock:
-            lease = self._leases.get(store_id)
-            if lease is None:
-                raise ValueError(f"store {store_id} is not open")
-            self._check_commits(lease, commits)
-            del self._leases[store_id]
-            unused = dict(enumerate(lease.items))
-            if lease.generation == self._generation:
-                for commit in commits:
-                    existing = self._index.get(commit.chunk_hash, commit.group)
-                    if existing is not None:
-                        existing.follows = True
-                        continue
-                    row = Row(unused.pop(commit.index), list(commit.digests))
-                    self._index.insert(commit.chunk_hash, commit.parent, commit.group, row)
-                inner = {commit.parent for commit in commits}
-                for chunk_hash in dict.fromkeys(commit.chunk_hash for commit in commits):
-                    if chunk_hash not in inner:
-                        self._index.touch(chunk_hash)
-            for slots in unused.values():
-                self._free(slots)
-
-    def _check_commits(self, lease: _Lease, commits: Sequence[Commit]) -> None:
-        seen: set[int] = set()
-        for commit in commits:
-            if not 0 <= commit.index < len(lease.items) or commit.index in seen:
-                raise ValueError(f"commit of item {commit.index} of {len(lease.items)}")
-            seen.add(commit.index)
-            expected = self._num_shards.get(commit.group)
-            counts = (len(lease.items[commit.index]), len(commit.digests))
-            if counts != (expected, expected):
-                raise ValueError(
-                    f"group {commit.group!r} has {expected} shards, the commit brings slots and "
-                    f"digests of {counts}"
+    def namespaces(self) -> dict[str, tuple[int, int, int]]:
+        """Rows, bytes and pinned rows in the pool, by namespace."""
+        with self.lock:
+            held: dict[str, tuple[int, int, int]] = {}
+            for entry in self.rows.index.entries():
+                rows, num_bytes, pinned = held.get(entry.namespace, (0, 0, 0))
+                held[entry.namespace] = (
+                    rows + 1,
+                    num_bytes + entry.num_bytes,
+                    pinned + entry.is_kept,
                 )
-
-    # ---- the rest -------------------------------------------------------------------------------
-
-    def contains(self, chunk_hash: bytes, group: str) -> bool:
-        with self._lock:
-            return self._index.get(chunk_hash, group) is not None
-
-    def clear(self) -> None:
-        with self._lock:
-            self._generation += 1
-            for entry in self._index.clear():
-                if not entry.pins:
-                    self._free(entry.row.slots)
+            return held
 
     def stats(self) -> StoreStats:
-        with self._lock:
+        """Snapshot over all sessions."""
+        with self.lock:
             return StoreStats(
                 capacity_bytes=self._pool.capacity_bytes,
                 used_bytes=self._pool.used_bytes,
                 ready_bytes=self._pool.ready_bytes,
-                rows=len(self._index),
-                pinned_rows=len(self._pinned()),
-                leases=len(self._leases),
-                evicted=dict(self._evicted),
-                refused_stores=self._refused,
+                rows=len(self.rows.index),
+                pinned_rows=len(self._pins()),
+                leases=sum(len(session.leases) for session in self.sessions),
+                evicted=dict(self.rows.evicted),
+                refused_stores=self.refused,
+                tiers={channel.url: channel.snapshot() for channel in self.channels},
             )
 
-    def check_integrity(self) -> None:
-        with self._lock:
-            self._pool.check_integrity()
-            self._index.check_integrity()
-            pinned = self._pinned()
-            entries = {*self._index.entries(), *pinned}
-            for entry in entries:
-                expected = pinned.get(entry, 0)
-                assert entry.pins == expected, f"{entry.key}: {entry.pins} pins, not {expected}"
-            slots = [slot for entry in entries for slot in entry.row.slots]
-            slots += [s for lease in self._leases.values() for item in lease.items for s in item]
-            owned = [slot for slot in slots if slot.nbytes]
-            assert len(owned) == len(set(owned)), "a slot has two owners"
-            lost = set(self._pool.used_slots()) ^ set(owned)
-            assert not lost, f"slots in use and slots owned differ: {lost}"
+    @property
+    def channels(self) -> list[Channel]:
+        """The tiers, nearest first."""
+        return self.tiering.channels if self.tiering is not None else []
 
-    def close(self) -> None:
-        self._service.close()
-        with self._lock:
-            self._pool.close()
-
-    def _pinned(self) -> dict[Entry, int]:
-        """Rows held by lookups and loads, and how many hold each."""
+    def _pins(self) -> dict[Entry, int]:
         pins: dict[Entry, int] = {}
-        for holders in (self._lookups, self._loads):
-            for entries in holders.values():
-                for entry in entries:
-                    pins[entry] = pins.get(entry, 0) + 1
+        holders: list[Collection[Entry]] = [*self._writing]
+        holders += [entries for session in self.sessions for entries in session.pinned()]
+        for entries in holders:
+            for entry in entries:
+                pins[entry] = pins.get(entry, 0) + 1
         return pins
 
-    def _unpin(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            entry.pins -= 1
-            if entry.dead and not entry.pins:
-                self._free(entry.row.slots)
+    def check_integrity(self) -> None:
+        """Raise AssertionError with the numbers when bookkeeping does not add up."""
+        with self.lock:
+            reserved = [
+                slots
+                for session in self.sessions
+                for lease in session.leases.values()
+                for slots in lease.items
+            ]
+            reserved += [fetch.slots for fetch in self._fetches.values() if fetch.slots]
+            self.rows.check_integrity(self._pins(), reserved)
 
-    def _free(self, slots: Sequence[SlotRef]) -> None:
-        for slot in slots:
-            if slot.nbytes:
-                self._pool.free(slot)
+    def close(self) -> None:
+        """End the tiers and give the memory back."""
+        if self.tiering is not None:
+            self.tiering.close()
+        with self.lock:
+            self._pool.close()

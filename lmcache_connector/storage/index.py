@@ -11,21 +11,30 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lmcache_connector.storage.base import Row
+from lmcache_connector.storage.base import Row, RowKey
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """A row in the index or, when ``dead``, one that only its pins still keep in memory."""
 
-    # (chunk hash, group tag)
-    key: tuple[bytes, str]
+    key: RowKey
     row: Row
+    # Of the client that brought it: 16 hex digits.
+    namespace: str
     pins: int = 0
     dead: bool = False
     # Moves with its chunk when a later chunk of the prefix is used. False for a row that the
     # last hit on its chunk did not ask for (a window behind the boundary): it ages.
     follows: bool = True
+    # Bit i: tier i has it, or will have.
+    tiers: int = 0
+    # Pinned by a person: not evicted.
+    is_kept: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self.row.slots)
 
 
 @dataclass(slots=True)
@@ -50,9 +59,9 @@ class RowIndex:
     def __len__(self) -> int:
         return len(self._order)
 
-    def get(self, chunk_hash: bytes, group: str) -> Entry | None:
-        node = self._nodes.get(chunk_hash)
-        return None if node is None else node.rows.get(group)
+    def get(self, key: RowKey) -> Entry | None:
+        node = self._nodes.get(key[0])
+        return None if node is None else node.rows.get(key[1])
 
     def find(self, chunk_hashes: Sequence[bytes]) -> tuple[list[Entry], dict[str, int]]:
         """Rows of the chunks, and by group tag a bit mask of the chunks that have one."""
@@ -71,14 +80,19 @@ class RowIndex:
                 entries.append(entry)
         return entries, {group: int(text, 2) for group, text in digits.items()}
 
-    def insert(self, chunk_hash: bytes, parent: bytes | None, group: str, row: Row) -> None:
+    def insert(self, entry: Entry, parent: bytes | None) -> None:
         """Add a row that is not there yet, as the most recent one; ``touch`` places it."""
+        chunk_hash, group = entry.key
         node = self._nodes.setdefault(chunk_hash, _Node())
         assert group not in node.rows
         if parent is not None and node.parent is None:
             self._link(chunk_hash, node, parent)
-        entry = node.rows[group] = Entry((chunk_hash, group), row)
+        node.rows[group] = entry
         self._order[entry] = None
+
+    def knows(self, chunk_hash: bytes) -> bool:
+        """Whether any row of the chunk, or of one behind it, is there."""
+        return chunk_hash in self._nodes
 
     def _link(self, chunk_hash: bytes, node: _Node, parent: bytes) -> None:
         # Hash chains have no cycles, but a peer may claim one; it gets no link.
@@ -101,15 +115,6 @@ class RowIndex:
             chunk_hash, node = node.parent, self._nodes[node.parent]
             node.num_children -= 1
 
-    def clear(self) -> list[Entry]:
-        """Forget every row; those that were there, all dead."""
-        entries = list(self._order)
-        for entry in entries:
-            entry.dead = True
-        self._order.clear()
-        self._nodes.clear()
-        return entries
-
     def touch(self, chunk_hash: bytes) -> None:
         """The prefix that ends with this chunk was used: its head becomes the most recent."""
         move_to_end = self._order.move_to_end
@@ -125,7 +130,7 @@ class RowIndex:
         prefix that ends at ``protect``. The index must not change while this is used."""
         protected = self._prefix(protect)
         for entry in self._order:
-            if not entry.pins and entry.key[0] not in protected:
+            if not entry.pins and not entry.is_kept and entry.key[0] not in protected:
                 yield entry
 
     def _prefix(self, chunk_hash: bytes | None) -> set[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import fcntl
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,13 @@ class MemoryPool:
     def used_slots(self) -> Iterator[SlotRef]:
         """Every slot that is handed out."""
         return iter(self._used.values())
+
+    def map(self) -> list[memoryview]:
+        """The extents' bytes, in this process; mapped anew at each call."""
+        return [
+            memoryview(mmap.mmap(extent.fd, extent.nbytes, mmap.MAP_SHARED))
+            for extent in self.extents
+        ]
 
     def close(self) -> None:
         """Close the descriptors. Memory lives on in processes that have mapped it."""

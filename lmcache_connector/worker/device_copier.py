@@ -55,10 +55,12 @@ class _Extents:
             self._tensors[address] = torch.frombuffer(memory, dtype=torch.uint8)
             self._replace_bounds()
 
-    def remove(self, address: int) -> None:
+    def remove(self, address: int) -> bool:
+        """Whether it was there."""
         with self._lock:
-            del self._tensors[address]
+            known = self._tensors.pop(address, None) is not None
             self._replace_bounds()
+            return known
 
     def addresses(self) -> list[int]:
         with self._lock:
@@ -183,12 +185,13 @@ class DeviceCopier:
         self._extents.add(address, nbytes)
 
     def unregister_extent(self, address: int) -> None:
-        """Undo ``register_extent``; no copy may use the memory any more.
+        """Undo ``register_extent``, if that was not done yet; no copy may use the memory.
 
         Raises:
             OSError: the driver refused, with its reason.
         """
-        self._extents.remove(address)
+        if not self._extents.remove(address):
+            return
         with torch.cuda.device(self._device):
             status = _cudart().cudaHostUnregister(address)
         _check_status(status, "cannot unpin pool memory")

@@ -48,6 +48,9 @@ class Copier(Protocol):
     def register_extent(self, address: int, nbytes: int) -> None:
         """Make pool memory reachable for copies; may be called from a helper thread."""
 
+    def unregister_extent(self, address: int) -> None:
+        """Undo it, if that was not done yet; no copy uses the memory."""
+
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         """Pages -> slots. When it returns, later forwards cannot change what is stored. None:
         no room to do it now, and nothing was started."""
@@ -73,6 +76,9 @@ class CpuCopier:
 
     def register_extent(self, address: int, nbytes: int) -> None:
         """Nothing to pin."""
+
+    def unregister_extent(self, address: int) -> None:
+        """Nothing was pinned."""
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         for job in jobs:
@@ -123,6 +129,9 @@ class GpuCopier:
 
     def register_extent(self, address: int, nbytes: int) -> None:
         self._device.register_extent(address, nbytes)
+
+    def unregister_extent(self, address: int) -> None:
+        self._device.unregister_extent(address)
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.store(jobs)

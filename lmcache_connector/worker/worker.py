@@ -37,9 +37,6 @@ logger = init_logger(__name__)
 
 Copy = Callable[[Sequence[PageJob], Sequence[SlotCheck]], int | None]
 
-# A failed attachment keeps what it had mapped; trying at every step would pile them up.
-_RETRY_SECONDS = 60.0
-
 
 @dataclass(slots=True)
 class _Running:
@@ -49,6 +46,14 @@ class _Running:
     started: float
     # By object of the op: this rank's slot, or None where it has nothing to copy.
     checks: list[SlotCheck | None]
+    # Holds the memory for it.
+    client: PoolClient
+
+    def end(self) -> None:
+        """Let go of the memory: nothing touches it any more."""
+        for check in _present(self.checks):
+            check.view.release()
+        self.client.drop()
 
 
 class CacheWorker:
@@ -62,11 +67,7 @@ class CacheWorker:
         self._groups: dict[str, ObjectGroup] = {
             group.tag: group for group in self.geometry.object_groups()
         }
-        # One attachment per life of a pool, by socket path; ones that copies may still use stay.
         self._clients: list[PoolClient] = []
-        self._attached_path: str | None = None
-        # Not before then is a failed attachment tried again.
-        self._next_attempt = 0.0
         self._stores: dict[int, tuple[StoreOp, _Running]] = {}
         self._loads: dict[int, tuple[LoadOp, _Running]] = {}
         self._store_reports: list[StoreReport] = []
@@ -76,36 +77,29 @@ class CacheWorker:
 
     # ---- attachment ---------------------------------------------------------------------------
 
-    def attach(self, socket_path: str) -> None:
-        """Map the pool behind ``socket_path`` on a helper thread; returns at once."""
-        now = time.monotonic()
-        if socket_path == self._attached_path and (
-            self._clients[-1].is_alive() or now < self._next_attempt
-        ):
+    def attach(self, socket_path: str, instance: str) -> None:
+        """Map the pool behind ``socket_path`` on a helper thread, and its successors there;
+        returns at once. It need not be there yet."""
+        path = Path(socket_path)
+        if any((client.path, client.instance) == (path, instance) for client in self._clients):
             return
-        self._attached_path = socket_path
-        self._next_attempt = now + _RETRY_SECONDS
         client = PoolClient(
-            Path(socket_path),
+            path,
             self.geometry.rank,
-            self._copier.register_extent,
+            instance,
+            register_extent=self._copier.register_extent,
+            unregister_extent=self._copier.unregister_extent,
             touch_ahead=self._copier.touch_ahead,
         )
         client.start()
         self._clients.append(client)
-
-    def _client(self, incarnation: str) -> PoolClient | None:
-        for client in self._clients:
-            if client.incarnation == incarnation:
-                return client
-        return None
 
     # ---- one step -----------------------------------------------------------------------------
 
     def start_loads(self, meta: StepMeta) -> None:
         """Begin the step's loads. Blocks are not read by any forward before they are reported."""
         if meta.pool is not None:
-            self.attach(meta.pool.socket_path)
+            self.attach(meta.pool.socket_path, meta.pool.instance)
         for op in meta.loads:
             try:
                 running = self._start_load(op)
@@ -144,14 +138,23 @@ class CacheWorker:
 
     def _start(self, op: LoadOp | StoreOp, copy: Copy, *, storing: bool) -> _Running | None:
         """Begin an op's copies; None when it is of another life of the pool, or has no room."""
-        client = self._client(op.incarnation)
+        client = next((c for c in self._clients if c.hold(op.incarnation)), None)
         if client is None:
             return None
-        jobs = _JobBuilder(self.geometry, self._runs)
-        checks = [self._add_object(jobs, client, obj, storing=storing) for obj in op.objects]
-        started = time.monotonic()
-        ticket = copy(jobs.build(), _present(checks))
-        return None if ticket is None else _Running(ticket, started, checks)
+        running = _Running(-1, time.monotonic(), [], client)
+        ticket = None
+        try:
+            jobs = _JobBuilder(self.geometry, self._runs)
+            for obj in op.objects:
+                running.checks.append(self._add_object(jobs, client, obj, storing=storing))
+            ticket = copy(jobs.build(), _present(running.checks))
+        finally:
+            if ticket is None:
+                running.end()
+        if ticket is None:
+            return None
+        running.ticket = ticket
+        return running
 
     def _add_object(
         self, jobs: _JobBuilder, client: PoolClient, obj: ObjectOp, *, storing: bool
@@ -172,6 +175,7 @@ class CacheWorker:
             if result is None:
                 continue
             del self._loads[load_id]
+            running.end()
             corrupt = _corrupt_objects(running.checks, result)
             self.counters.load_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.load_bytes, op.objects, running)
@@ -183,6 +187,7 @@ class CacheWorker:
             if result is None:
                 continue
             del self._stores[store_id]
+            running.end()
             self.counters.store_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.store_bytes, op.objects, running)
             digests = iter(result)
@@ -217,6 +222,9 @@ class CacheWorker:
     def shutdown(self) -> None:
         """End running copies, then unmap the pool."""
         self._copier.close()
+        for copies in (self._loads, self._stores):
+            while copies:
+                copies.popitem()[1][1].end()
         for client in self._clients:
             client.close()
         self._clients.clear()

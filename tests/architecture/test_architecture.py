@@ -25,16 +25,18 @@ LEVELS = {
     "counters": 2,
     "storage": 3,
     "triton_kernels": 3,
-    "server": 4,
-    "hidden_states": 5,
-    "scheduler": 6,
-    "worker": 6,
-    "vllm_view": 7,
-    "observability": 7,
-    "vllm_faults": 7,
-    "vllm_request": 7,
-    "sides": 8,
-    "connector": 9,
+    "layout": 4,
+    "server": 5,
+    "hidden_states": 6,
+    "scheduler": 7,
+    "worker": 7,
+    "vllm_view": 8,
+    "observability": 8,
+    "vllm_faults": 8,
+    "vllm_request": 8,
+    "sides": 9,
+    "connector": 10,
+    "__main__": 11,
 }
 MAY_IMPORT_VLLM = {
     "connector",
@@ -53,6 +55,7 @@ NO_TORCH = {
     "metadata",
     "config",
     "counters",
+    "layout",
     "storage",
     "server",
 }
@@ -65,6 +68,8 @@ def sources() -> list[Path]:
 def unit_of(path: Path) -> str:
     if path.is_relative_to(PACKAGE):
         relative = path.relative_to(PACKAGE)
+        if relative.name == "__main__.py":
+            return "__main__"
         return relative.parts[0].removesuffix(".py")
     return "triton_kernels"
 

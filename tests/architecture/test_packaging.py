@@ -41,6 +41,7 @@ def test_contents(wheel: Path) -> None:
     text = zipfile.ZipFile(wheel).read(entry_points).decode()
     assert "[vllm.general_plugins]" in text
     assert "lmcache_connector:register" in text
+    assert "lmcache-connector = lmcache_connector.observability.cli:main" in text
 
 
 def test_every_source_is_in_the_wheel(wheel: Path) -> None:

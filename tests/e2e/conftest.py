@@ -11,12 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from lmcache_connector.server import messages
+from lmcache_connector.server.management import managing
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTOR = "LMCacheHybridConnector"
@@ -107,6 +111,163 @@ class Engine:
         self.process.wait(30)
 
 
+class Server:
+    """A handle on a cache server; it may be started again and again at its endpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.sockets = directory / "run"
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir()
+        self.endpoint = f"ipc://{self.sockets}/kv"
+        self.log = directory / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, size: str = "256MiB", tiers: Sequence[str] = ()) -> None:
+        """Start it and wait until it answers."""
+        assert self.process is None
+        command = [sys.executable, "-m", "lmcache_connector.server", "--socket", self.endpoint]
+        command += ["--max-local-cpu-size", size]
+        for tier in tiers:
+            command += ["--tier", tier]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "TMPDIR": str(self.temporary)},
+                cwd=self.directory,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                self.status()
+                return
+            except ConnectionError:
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.02)
+
+    def status(self) -> messages.StatusReply:
+        with managing(self.endpoint) as ask:
+            reply: messages.StatusReply = ask(messages.Status())
+        return reply
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def _ended(self, number: signal.Signals) -> int:
+        if self.process is None:
+            return 0
+        self._signal(number)
+        code = self.process.wait(30)
+        self.process = None
+        return code
+
+    def terminate(self) -> None:
+        """SIGTERM: it ends in order."""
+        code = self._ended(signal.SIGTERM)
+        assert code == 0, self.log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL, if it runs."""
+        self._ended(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGSTOP; ``cont`` ends it."""
+        self._signal(signal.SIGSTOP)
+
+    def cont(self) -> None:
+        self._signal(signal.SIGCONT)
+
+
+class Bed:
+    """One family's engine, its scheduler in reach, and the ways to bring it into a state.
+
+    ``cold_answers`` may be shared by engines of the same family and options.
+    """
+
+    TOKENS = 32
+
+    def __init__(
+        self, family: str, spec: Any, engine: Engine, cold_answers: dict[tuple[int, ...], Any]
+    ) -> None:
+        self.family = family
+        self.groups: tuple[str, ...] = spec.groups
+        self.chunk: int = spec.chunk_tokens
+        self.engine = engine
+        self._cold_answers = cold_answers
+        engine.run(
+            """
+scheduler = host.scheduler
+host.matches = []
+inner = scheduler.match
+def match(request_id, local_tokens):
+    answer = inner(request_id, local_tokens)
+    host.matches.append((local_tokens, answer))
+    return answer
+scheduler.match = match
+"""
+        )
+
+    def same(self, cold: dict[str, Any], restored: dict[str, Any]) -> None:
+        assert_same_answer(cold, restored, 1e-4)
+
+    def use(self, *, load: bool, store: bool) -> None:
+        self.engine.run(
+            "host.scheduler._can_load, host.scheduler._can_store = args['load'], args['store']",
+            load=load,
+            store=store,
+        )
+
+    def clear(self) -> None:
+        """Forget everything, ours and the engine's."""
+        self.engine.run("host.forget(); host.matches.clear()")
+        self.engine.reset_local()
+
+    def cold(self, prompt: list[int]) -> dict[str, Any]:
+        """The answer without any cache."""
+        key = tuple(prompt)
+        if key not in self._cold_answers:
+            self.use(load=False, store=False)
+            self.engine.reset_local()
+            self._cold_answers[key] = self.engine.one(prompt, max_tokens=self.TOKENS)
+            self.engine.reset_local()
+            self.use(load=True, store=True)
+        return self._cold_answers[key]
+
+    def fill(self, prompt: list[int], *, settle: bool = False) -> None:
+        """Store a prompt's chunks, every boundary's state included. ``settle``: the tiers have
+        each chunk before the next comes."""
+        self.use(load=False, store=True)
+        if self.family == "qwen3next" or settle:
+            for end in range(self.chunk, len(prompt), self.chunk):
+                # A step that ends at the boundary leaves its state.
+                self.engine.reset_local()
+                self.engine.one(prompt[: end + 1], max_tokens=1)
+                if settle:
+                    self.engine.settle()
+        self.engine.reset_local()
+        self.engine.one(prompt, max_tokens=1)
+        self.engine.reset_local()
+        self.use(load=True, store=True)
+
+    def last_match(self) -> tuple[int, int]:
+        """(local tokens, tokens that we added) of the last request's last lookup."""
+        return tuple(self.engine.run("result = host.matches[-1]"))
+
+    def poisoned(self, prompt: list[int], group: str) -> dict[str, Any]:
+        """The answer when one group's bytes are wrong."""
+        self.engine.reset_local()
+        return self.engine.run(
+            "result = host.generate_poisoned(args['prompt'], args['group'], args['tokens'])",
+            prompt=prompt,
+            group=group,
+            tokens=self.TOKENS,
+        )
+
+
 def _load(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -171,6 +332,39 @@ def start_engine(
     yield start
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """start_server(...), with the arguments of ``Server.start``; killed at the end."""
+    servers: list[Server] = []
+
+    def start(**options: Any) -> Server:
+        server = Server(tmp_path_factory.mktemp("server"))
+        servers.append(server)
+        server.start(**options)
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def start_bed(
+    start_engine: Callable[..., Engine], tiny_models: ModuleType
+) -> Callable[..., Bed]:
+    """start_bed(family, cold_answers={}, ...), with the options of ``start_engine``."""
+
+    def start(
+        family: str, cold_answers: dict[tuple[int, ...], Any] | None = None, **options: Any
+    ) -> Bed:
+        # In bf16 MLA's answers depend on batch shapes; test_processes.py has it so.
+        options = {"dtype": "float32", **options} if family == "deepseek_v3" else options
+        answers = {} if cold_answers is None else cold_answers
+        return Bed(family, tiny_models.FAMILIES[family], start_engine(family, **options), answers)
+
+    return start
 
 
 def assert_same_answer(

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -135,6 +136,30 @@ def pass_checks(worker: Any) -> None:
         del transfer.original
 
 
+def trap(worker: Any, copy: str, count: int, number: int) -> int:
+    """On a worker: its ``count``-th "store" or "load" from now sends its process a signal, when the
+    first slot of a store is half overwritten and nothing is copied yet. Answers the process id."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    copier = get_kv_transfer_group().worker_side._worker._copier
+    inner = getattr(copier, copy)
+    seen = 0
+
+    def trapped(jobs: Any, checks: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            delattr(copier, copy)
+            if copy == "store":
+                half = checks[0].nbytes // 2
+                checks[0].view[:half] = bytes(half)
+            os.kill(os.getpid(), number)
+        return inner(jobs, checks)
+
+    setattr(copier, copy, trapped)
+    return os.getpid()
+
+
 class Host:
     """Helpers for the tests' sources."""
 
@@ -153,7 +178,8 @@ class Host:
         salt: str | None = None,
         **sampling: Any,
     ) -> list[dict[str, Any]]:
-        """Greedy tokens, their logprobs and the cached tokens of each prompt."""
+        """Greedy tokens, their logprobs, the cached tokens and the time of the first token of each
+        prompt."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -189,6 +215,7 @@ class Host:
                         for step in completion.logprobs
                     ],
                     "cached": output.num_cached_tokens or 0,
+                    "first_token_seconds": output.metrics and output.metrics.first_token_latency,
                 }
             )
         return answers
@@ -223,9 +250,41 @@ class Host:
         return self.connector.scheduler_side._scheduler
 
     @property
-    def engine(self) -> Any:
-        """The store."""
+    def store(self) -> Any:
+        """The store, embedded or a client."""
         return self.scheduler._store
+
+    @property
+    def engine(self) -> Any:
+        """The storage engine, when it is embedded."""
+        return self.store._engine
+
+    def forget(self) -> None:
+        """Drop all that is kept, here or in the server. Keys stay as they are."""
+        from lmcache_connector.server import messages
+        from lmcache_connector.server.management import managing
+
+        if hasattr(self.store, "_engine"):
+            self.engine.clear_namespace("")
+            return
+        # An answer to this engine: the server has all that was said before.
+        self.scheduler.check_integrity()
+        with managing(self.connector.scheduler_side._setup.config.server) as ask:
+            ask(messages.ClearNamespace(""))
+
+    def attach(self, seconds: float = 60.0) -> None:
+        """Wait until the server is there and all workers have mapped its pool."""
+        deadline = time.monotonic() + seconds
+        while not self.store.wait_ready(1.0):
+            assert time.monotonic() < deadline, "not attached"
+            time.sleep(0.02)
+
+    def load_bytes(self) -> dict[str, int]:
+        """Bytes that were ever loaded, by group."""
+        metrics = [
+            metric for metric in self.llm.get_metrics() if metric.name == "vllm:lmcache_load_bytes"
+        ]
+        return {metric.labels["group"]: int(metric.value) for metric in metrics}
 
     @property
     def worker(self) -> Any:
@@ -235,13 +294,19 @@ class Host:
         return get_kv_transfer_group().worker_side._worker
 
     def settle(self) -> dict[str, Any]:
-        """Nothing in flight, nothing pinned, books balanced: raises or answers the figures."""
+        """Nothing in flight, nothing pinned, books balanced: raises or answers the figures.
+        Waits for what is being written to tiers."""
         scheduler = self.scheduler
         assert not scheduler._stores, scheduler._stores
         assert not scheduler._loads, scheduler._loads
         assert not scheduler._requests, list(scheduler._requests)
-        scheduler.check_integrity()
-        stats = self.engine.stats()
+        deadline = time.monotonic() + 30
+        while True:
+            scheduler.check_integrity()
+            stats = self.store.stats()
+            if not self.store.has_tiers or not stats.pinned_rows or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
         assert stats.pinned_rows == 0, stats
         assert stats.leases == 0, stats
         assert not self.core.scheduler.has_unfinished_requests()

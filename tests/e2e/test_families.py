@@ -1,11 +1,13 @@
 """Cold run = restored run on real vLLM, for every family, with the twin that must fail.
 
-One engine per family, in this process's child, serves all cases of this file.
+One engine per family, in this process's child, serves all cases of this file; then another does
+whose cache is in a server that all families share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,93 +16,32 @@ pytestmark = pytest.mark.engine
 
 FAMILIES = ["qwen2", "gemma3", "gemma4", "gptoss", "llama4", "qwen3next", "deepseek_v3"]
 TOKENS = 32
+COLD_ANSWERS: dict[str, Any] = {family: {} for family in FAMILIES}
 
 
-class Bed:
-    """One family's engine and the ways to bring it into a state."""
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Any]) -> Iterator[Any]:
+    server = start_server()
+    yield server
+    server.terminate()
 
-    def __init__(
-        self, family: str, engine: Any, chunk: int, assert_same: Callable[..., None]
-    ) -> None:
-        self.family = family
-        self.engine = engine
-        self.chunk = chunk
-        self._assert_same = assert_same
-        self.cold_answers: dict[tuple[int, ...], dict[str, Any]] = {}
-        engine.run(
-            """
-scheduler = host.scheduler
-host.matches = []
-inner = scheduler.match
-def match(request_id, local_tokens):
-    answer = inner(request_id, local_tokens)
-    host.matches.append((local_tokens, answer))
-    return answer
-scheduler.match = match
-"""
-        )
 
-    def same(self, cold: dict[str, Any], restored: dict[str, Any]) -> None:
-        self._assert_same(cold, restored, 1e-4)
-
-    def use(self, *, load: bool, store: bool) -> None:
-        self.engine.run(
-            "host.scheduler._can_load, host.scheduler._can_store = args['load'], args['store']",
-            load=load,
-            store=store,
-        )
-
-    def clear(self) -> None:
-        """Forget everything, ours and the engine's."""
-        self.engine.run("host.engine.clear(); host.matches.clear()")
-        self.engine.reset_local()
-
-    def cold(self, prompt: list[int]) -> dict[str, Any]:
-        """The answer without any cache."""
-        key = tuple(prompt)
-        if key not in self.cold_answers:
-            self.use(load=False, store=False)
-            self.engine.reset_local()
-            self.cold_answers[key] = self.engine.one(prompt, max_tokens=TOKENS)
-            self.engine.reset_local()
-            self.use(load=True, store=True)
-        return self.cold_answers[key]
-
-    def fill(self, prompt: list[int]) -> None:
-        """Store a prompt's chunks, every boundary's state included."""
-        self.use(load=False, store=True)
-        if self.family == "qwen3next":
-            for end in range(self.chunk, len(prompt), self.chunk):
-                # A step that ends at the boundary leaves its state.
-                self.engine.reset_local()
-                self.engine.one(prompt[: end + 1], max_tokens=1)
-        self.engine.reset_local()
-        self.engine.one(prompt, max_tokens=1)
-        self.engine.reset_local()
-        self.use(load=True, store=True)
-
-    def last_match(self) -> tuple[int, int]:
-        """(local tokens, tokens that we added) of the last request's last lookup."""
-        return tuple(self.engine.run("result = host.matches[-1]"))
+@pytest.fixture(scope="module", params=["embedded", "server"])
+def mode(request: Any) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def bed(
-    request: Any,
-    start_engine: Callable[..., Any],
-    tiny_models: Any,
-    assert_same: Callable[..., None],
-) -> Any:
-    family = request.param
-    chunk = tiny_models.FAMILIES[family].chunk_tokens
-    # In bf16 MLA's answers depend on batch shapes; test_processes.py has it so.
-    options = {"dtype": "float32"} if family == "deepseek_v3" else {}
-    engine = start_engine(family, **options)
-    yield Bed(family, engine, chunk, assert_same)
-    engine.close()
+def bed(mode: str, request: Any, start_bed: Callable[..., Any]) -> Iterator[Any]:
+    extra = {}
+    if mode == "server":
+        extra["server"] = request.getfixturevalue("server").endpoint
+    bed = start_bed(request.param, COLD_ANSWERS[request.param], extra=extra)
+    yield bed
+    bed.engine.close()
 
 
-def test_restored_equals_cold(bed: Bed, make_prompt: Callable[..., list[int]]) -> None:
+def test_restored_equals_cold(bed: Any, make_prompt: Callable[..., list[int]]) -> None:
     prompt = make_prompt(1, 3 * bed.chunk + 40)
     cold = bed.cold(prompt)
     bed.clear()
@@ -113,7 +54,7 @@ def test_restored_equals_cold(bed: Bed, make_prompt: Callable[..., list[int]]) -
 
 
 def test_restored_pages_hold_the_stored_bytes(
-    bed: Bed, make_prompt: Callable[..., list[int]]
+    bed: Any, make_prompt: Callable[..., list[int]]
 ) -> None:
     prompt = make_prompt(1, 3 * bed.chunk + 40)
     bed.clear()
@@ -128,22 +69,14 @@ def test_restored_pages_hold_the_stored_bytes(
     bed.engine.settle()
 
 
-def test_poisoned_group_shows(
-    bed: Bed, make_prompt: Callable[..., list[int]], tiny_models: Any
-) -> None:
+def test_poisoned_group_shows(bed: Any, make_prompt: Callable[..., list[int]]) -> None:
     """The oracle's twin: bytes of one group changed behind the check must change the answer."""
     prompt = make_prompt(1, 3 * bed.chunk + 40)
     cold = bed.cold(prompt)
     bed.clear()
     bed.fill(prompt)
-    for group in tiny_models.FAMILIES[bed.family].groups:
-        bed.engine.reset_local()
-        poisoned = bed.engine.run(
-            "result = host.generate_poisoned(args['prompt'], args['group'], args['tokens'])",
-            prompt=prompt,
-            group=group,
-            tokens=TOKENS,
-        )
+    for group in bed.groups:
+        poisoned = bed.poisoned(prompt, group)
         with pytest.raises(AssertionError):
             bed.same(cold, poisoned)
     bed.engine.reset_local()
@@ -151,14 +84,14 @@ def test_poisoned_group_shows(
     bed.engine.settle()
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_prompt_lengths_around_a_boundary(
-    bed: Bed, make_prompt: Callable[..., list[int]], chunks: int
+    bed: Any, mode: str, make_prompt: Callable[..., list[int]]
 ) -> None:
     whole = make_prompt(2, 3 * bed.chunk + 1)
     bed.clear()
     bed.fill(whole)
-    for extra in (-1, 0, 1):
+    boundaries = (1, 2, 3) if mode == "embedded" else (2,)
+    for chunks, extra in itertools.product(boundaries, (-1, 0, 1)):
         prompt = whole[: chunks * bed.chunk + extra]
         cold = bed.cold(prompt)
         restored = bed.engine.one(prompt, max_tokens=TOKENS)
@@ -170,28 +103,28 @@ def test_prompt_lengths_around_a_boundary(
 
 
 def test_local_prefix_and_external_hit_together(
-    bed: Bed, make_prompt: Callable[..., list[int]]
+    bed: Any, mode: str, make_prompt: Callable[..., list[int]]
 ) -> None:
-    """Local prefix of 0, 1, 2 chunks times external 0 to 3."""
+    """Local prefix of 0, 1, 2 chunks times external 0 to 3; with a server only some of them."""
+    locals_, externals = (range(3), range(4)) if mode == "embedded" else ((0, 1, 2), (3,))
     prompt = make_prompt(3, 3 * bed.chunk + 40)
     other = make_prompt(4, bed.chunk)
     cold = bed.cold(prompt)
     seen = set()
-    for external in range(4):
-        for local in range(3):
-            bed.clear()
-            if external:
-                bed.fill(prompt[: external * bed.chunk] + other[:40])
-            bed.use(load=False, store=False)
-            if local:
-                bed.engine.one(prompt[: local * bed.chunk] + other[40:80], max_tokens=1)
-            bed.use(load=True, store=True)
-            answer = bed.engine.one(prompt, max_tokens=TOKENS)
-            found_local, added = bed.last_match()
-            seen.add((found_local // bed.chunk, added // bed.chunk))
-            assert found_local <= local * bed.chunk
-            assert found_local + added == max(found_local, external * bed.chunk)
-            bed.same(cold, answer)
+    for external, local in itertools.product(externals, locals_):
+        bed.clear()
+        if external:
+            bed.fill(prompt[: external * bed.chunk] + other[:40])
+        bed.use(load=False, store=False)
+        if local:
+            bed.engine.one(prompt[: local * bed.chunk] + other[40:80], max_tokens=1)
+        bed.use(load=True, store=True)
+        answer = bed.engine.one(prompt, max_tokens=TOKENS)
+        found_local, added = bed.last_match()
+        seen.add((found_local // bed.chunk, added // bed.chunk))
+        assert found_local <= local * bed.chunk
+        assert found_local + added == max(found_local, external * bed.chunk)
+        bed.same(cold, answer)
     if bed.family != "deepseek_v3":  # vLLM has no local prefix cache for MLA on CPU
         assert {local for local, _ in seen} >= {0, 1, 2}, seen
     assert any(local and added for local, added in seen) or bed.family == "deepseek_v3", seen
@@ -199,7 +132,7 @@ def test_local_prefix_and_external_hit_together(
 
 
 def test_eight_requests_share_a_prefix_at_once(
-    bed: Bed, make_prompt: Callable[..., list[int]]
+    bed: Any, make_prompt: Callable[..., list[int]]
 ) -> None:
     shared = make_prompt(5, 2 * bed.chunk)
     prompts = [shared + make_prompt(50 + index, 30 + index) for index in range(8)]
@@ -217,7 +150,7 @@ def test_eight_requests_share_a_prefix_at_once(
 
 
 def test_a_hit_and_a_cold_request_in_one_batch(
-    bed: Bed, make_prompt: Callable[..., list[int]]
+    bed: Any, make_prompt: Callable[..., list[int]]
 ) -> None:
     hit, miss = make_prompt(6, 2 * bed.chunk + 20), make_prompt(7, bed.chunk + 50)
     colds = [bed.cold(hit), bed.cold(miss)]

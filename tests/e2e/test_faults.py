@@ -27,7 +27,7 @@ def engine(start_engine: Callable[..., Any]) -> Iterator[Any]:
 def filled(engine: Any, make_prompt: Callable[..., list[int]]) -> Iterator[tuple[list[int], Any]]:
     """A prompt that is stored and not in the engine's own cache, and its cold answer."""
     prompt = make_prompt(11, 3 * CHUNK + 40)
-    engine.run("host.engine.clear()")
+    engine.run("host.forget()")
     engine.reset_local()
     cold = engine.one(prompt, max_tokens=TOKENS)
     assert cold["cached"] == 0
@@ -61,13 +61,13 @@ def test_a_lost_row(engine: Any, filled: Any, group: str, chunk: int) -> None:
         prompt,
         cold,
         """
-index = host.engine._index
+index = host.engine.rows.index
 # Rows in the order of their chunks: LRU order of one prompt is tail first.
 rows = [entry for entry in index.entries() if entry.key[1] == args["group"]]
 rows.sort(key=lambda entry: entry.row.slots[0].offset)
 entry = rows[args["chunk"]]
 index.remove(entry)
-host.engine._free(entry.row.slots)
+host.engine.rows.free(entry.row.slots)
 result = host.generate([args["prompt"]], args["tokens"])[0]
 """,
         group=group,
@@ -87,9 +87,9 @@ def test_a_corrupt_object(engine: Any, filled: Any, group: str, position: str) -
         prompt,
         cold,
         """
-rows = [entry for entry in host.engine._index.entries() if entry.key[1] == args["group"]]
+rows = [entry for entry in host.engine.rows.index.entries() if entry.key[1] == args["group"]]
 slot = max((entry.row.slots[0] for entry in rows), key=lambda slot: slot.offset)
-view = host.worker._client(host.engine.pool_ref.incarnation).view(slot)
+view = host.worker._clients[0].view(slot)
 length = {"full": 131072, "window-255": 655360}[args["group"]]
 at = {"first byte": 0, "last byte": length - 1, "middle": length // 2}[args["position"]]
 view[at] ^= 1
@@ -113,7 +113,7 @@ scheduler = host.scheduler
 inner = scheduler.after_alloc
 def after_alloc(request_id, block_ids, external_tokens):
     if external_tokens:
-        host.engine.clear()
+        host.forget()
     inner(request_id, block_ids, external_tokens)
 scheduler.after_alloc = after_alloc
 try:

@@ -55,7 +55,7 @@ def test_a_pool_smaller_than_one_prompt_keeps_the_head(
     engine: Any, make_prompt: Callable[..., list[int]]
 ) -> None:
     prompt = make_prompt(200, 1000)
-    engine.run("host.engine.clear()")
+    engine.run("host.forget()")
     cold = engine.one(prompt, max_tokens=24)
     engine.reset_local()
     restored = engine.one(prompt, max_tokens=24)

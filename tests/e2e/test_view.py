@@ -28,6 +28,7 @@ from lmcache_connector.config import RequestParams
 from lmcache_connector.errors import StartupError, UnsupportedVllmError
 from lmcache_connector.groups import ReuseKind, ReuseRule
 from lmcache_connector.keys import ChunkChain, TokenDatabase
+from lmcache_connector.observability.cli import salted_extra
 from lmcache_connector.sides import SchedulerSide, WorkerSide
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -364,6 +365,16 @@ def test_salts() -> None:
     other = hashes(make_request(PROMPT, cache_salt="b"))
     assert not set(plain) & set(salted)
     assert not set(other) & set(salted)
+
+
+def test_the_command_line_salts_prompts_as_vllm_does() -> None:
+    forms = []
+    for tagged in (False, True):
+        chain = ChunkChain(TokenDatabase(b"namespace", 16))
+        extra = salted_extra("a", tagged=tagged)
+        chain.extend(lambda start, end: PROMPT[start:end], len(PROMPT), extra)
+        forms.append(chain.hashes)
+    assert hashes(make_request(PROMPT, cache_salt="a")) in forms
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 def test_kernels_agree_with_the_reference() -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
-    cases = Path(__file__).with_name("interpreted.py")
+    cases = [
+        str(Path(__file__).with_name(name)) for name in ("interpreted.py", "interpreted_rows.py")
+    ]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(cases)],
+        [sys.executable, "-m", "pytest", "-q", *cases],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ def _find_package() -> None:
 
 _find_package()
 
+from lmcache_connector import triton_kernels  # noqa: E402
 from lmcache_connector.triton_kernels import paged_copy, reference  # noqa: E402
 from lmcache_connector.worker.device_copier import DeviceCopier, PageJob  # noqa: E402
 
@@ -134,6 +136,62 @@ def test_strides_beyond_32_bits() -> None:
     slots.fill_(3)
     paged_copy.scatter_pages(runs, stride, 48, ids, where, 48, word_bytes=16)
     assert pages[:48].tolist() == pages[stride : stride + 48].tolist() == [3] * 48
+
+
+# ---- rows of hidden states ---------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def check_rows(
+    name: str, case, token_dtype: torch.dtype, row_dtype: torch.dtype, where: str
+) -> None:
+    tokens, rows = case.tokens(token_dtype), case.rows(row_dtype)
+    slots = case.slots(unique=name == "scatter_rows")
+    expected = (tokens.copy(), rows.copy())
+    on_device = rows.copy(DEVICE) if where == "device" else rows.copy(pinned=True)
+    now = (tokens.copy(DEVICE), on_device)
+    case.call(reference, name, *expected, slots)
+    case.call(triton_kernels, name, *now, slots.to(DEVICE))
+    torch.cuda.synchronize()
+    cast = token_dtype != row_dtype
+    assert now[0].equals(expected[0], cast=cast)
+    assert now[1].equals(expected[1], cast=cast)
+
+
+@pytest.mark.parametrize("where", ["device", "pinned host"])
+@pytest.mark.parametrize("name", ["gather_rows", "scatter_rows", "gather_span"])
+def test_rows_are_copied_as_the_reference_does(row_case, name: str, where: str) -> None:
+    row_case = row_case._replace(layout="flat") if name == "gather_span" else row_case
+    check_rows(name, row_case, BF16, BF16, where)
+    check_rows(name, row_case, F32, F32, where)
+    check_rows(name, row_case._replace(num_rows=500), BF16, BF16, where)
+
+
+@pytest.mark.parametrize("where", ["device", "pinned host"])
+@pytest.mark.parametrize("token_dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("row_dtype", [BF16, F16, F32])
+def test_rows_are_cast_as_the_reference_does(
+    cast_case, token_dtype: torch.dtype, row_dtype: torch.dtype, where: str
+) -> None:
+    case = cast_case._replace(num_rows=500)  # 200,000 random numbers
+    for name in ("gather_rows", "scatter_rows"):
+        check_rows(name, case, token_dtype, row_dtype, where)
+
+
+def test_rows_beyond_32_bits() -> None:
+    far = (1 << 31) + 4096  # elements
+    if torch.cuda.mem_get_info(DEVICE)[0] < 3 * far:
+        pytest.skip("needs 6 GiB of free device memory")
+    memory = torch.empty(far + 8, dtype=BF16, device=DEVICE)
+    memory[:8], memory[far:] = 1, 2
+    rows = torch.zeros(2, 8, dtype=BF16, device=DEVICE)
+    slots = torch.tensor([1, 0], device=DEVICE)
+    triton_kernels.gather_rows(memory.as_strided((2, 8), (far, 1)), slots, rows)
+    assert rows.tolist() == [[2] * 8, [1] * 8]
+    triton_kernels.scatter_rows(rows + 2, slots, memory.as_strided((2, 1, 8), (far, 8, 1)))
+    assert memory[:8].tolist() == [3] * 8
+    assert memory[far:].tolist() == [4] * 8
 
 
 # ---- DeviceCopier ------------------------------------------------------------------------------
@@ -389,6 +447,47 @@ def test_print_speed(capsys: pytest.CaptureFixture[str]) -> None:
             f"{load / to_device:>6.2f}"
         )
     copier.close()
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+
+
+def test_print_speed_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden, block_size, total = 2048, 16, 256 * MIB
+    if torch.cuda.mem_get_info(DEVICE)[0] < 8 * total:
+        pytest.skip("needs 2 GiB of free device memory")
+    plain = torch.empty(2, total, dtype=torch.uint8, device=DEVICE)
+    seconds = _gpu_seconds(lambda: plain[0].copy_(plain[1]))
+    lines = [
+        f"rows of {hidden} bfloat16, {total // MIB} MiB in permuted slots of {block_size}-token "
+        f"pages, GB/s of them; a plain copy on the device: {total / seconds / 1e9:.0f}",
+        f"{'taps':>5} {'gather':>7} {'indexed':>8} {'to float32':>11} {'scatter':>8} "
+        f"{'to host':>8} {'from host':>10}",
+    ]
+    for taps in (1, 4):
+        num_tokens = total // (taps * hidden * 2)
+        pages = torch.randn(num_tokens // block_size, taps, block_size, hidden, device=DEVICE)
+        pages = pages.to(BF16)
+        tokens = pages.transpose(1, 2)
+        slots = torch.randperm(num_tokens, device=DEVICE)
+        rows = torch.empty(num_tokens, taps, hidden, dtype=BF16, device=DEVICE)
+        wide, host = rows.float(), torch.empty(rows.shape, dtype=BF16, pin_memory=True)
+        at = (slots // block_size, slots % block_size)
+        works = (
+            partial(triton_kernels.gather_rows, tokens, slots, rows),
+            partial(tokens.__getitem__, at),
+            partial(triton_kernels.gather_rows, tokens, slots, wide),
+            partial(triton_kernels.scatter_rows, rows, slots, tokens),
+            partial(triton_kernels.gather_rows, tokens, slots, host),
+            partial(triton_kernels.scatter_rows, host, slots, tokens),
+        )
+        rates = [total / _gpu_seconds(work) / 1e9 for work in works]
+        assert torch.equal(rows, tokens[at])
+        assert torch.equal(wide, rows.float())
+        assert torch.equal(host, rows.cpu())
+        lines.append(
+            f"{taps:>5} {rates[0]:>7.0f} {rates[1]:>8.0f} {rates[2]:>11.0f} {rates[3]:>8.0f} "
+            f"{rates[4]:>8.1f} {rates[5]:>10.1f}"
+        )
     with capsys.disabled():
         print("\n" + "\n".join(lines))
 

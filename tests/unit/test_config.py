@@ -23,6 +23,10 @@ DEFAULTS = Config(
     chunk_size=None,
     max_local_cpu_bytes=4 * GIB,
     save_decode_cache=False,
+    server=None,
+    tiers=(),
+    local_disk=None,
+    remote_url=None,
     load_timeout=10.0,
     lookup_timeout=2.0,
     fail_on_load_error=False,
@@ -222,7 +226,8 @@ def test_describe_shows_every_value_with_unit_and_origin():
     )
     assert describe(loaded.config, loaded.origins) == (
         "chunk_size=auto (default) max_local_cpu_size=1500000000B (extra_config) "
-        "save_decode_cache=true (extra_config) load_timeout=2.5s (env) "
+        "save_decode_cache=true (extra_config) server=none (default) tiers=none (default) "
+        "local_disk=none (default) remote_url=none (default) load_timeout=2.5s (env) "
         "lookup_timeout=2s (default) fail_on_load_error=false (default) "
         "min_hit_tokens=0 (default) max_offload_tokens=none (default)"
     )
@@ -269,3 +274,56 @@ def test_illegal_request_params_are_ignored_with_a_warning(value):
 def test_seconds_may_be_written_as_they_are_shown():
     config = load(load_timeout="10s", lookup_timeout="0.5")
     assert (config.load_timeout, config.lookup_timeout) == (10.0, 0.5)
+
+
+def test_a_server_is_a_socket_of_this_host():
+    assert load(server="ipc:///run/lmcache/kv").server == "ipc:///run/lmcache/kv"
+    assert load(server="none").server is None
+    assert load(server=None).server is None
+    (problem,) = problems_of({"server": "tcp://10.0.0.1:5555"}, {})
+    assert "share a host" in problem
+
+
+@pytest.mark.parametrize(
+    "value", ["ipc://run/kv", "ipc:///", "ipc:///run/", "/run/kv", "kv", "", "ipc:///a\0b", 1, True]
+)
+def test_illegal_servers(value):
+    (problem,) = problems_of({"server": value}, {})
+    assert "expected ipc:///path" in problem
+
+
+def test_tiers_are_listed_nearest_first(tmp_path):
+    near, far = "file:///var/cache/kv?max_size=9GB", "redis://host:6379"
+    assert load(tiers=[near, far]).tier_urls == (near, far)
+    assert load_config({}, {"LMCACHE_TIERS": f"{near}, {far}"}).config.tiers == (near, far)
+    environ = yaml_file(tmp_path, f"tiers:\n- {near}\n- {far}\n")
+    assert load_config({}, environ).config.tiers == (near, far)
+    # A stronger source replaces the list, and may empty it.
+    assert load_config({"tiers": []}, environ).config.tier_urls == ()
+    assert load_config({}, {**environ, "LMCACHE_TIERS": ""}).config.tiers == ()
+
+
+def test_names_of_single_tiers_stand_around_the_list():
+    config = load(remote_url="redis://r:1", tiers=["memory://"], local_disk="file:///d")
+    assert config.tier_urls == ("file:///d", "memory://", "redis://r:1")
+    assert load(local_disk="file:///d").tier_urls == ("file:///d",)
+    assert load(local_disk="none", remote_url=None).tier_urls == ()
+    loaded = load_config({"tiers": ["memory://", "file:///d"]}, {})
+    assert "tiers=memory://,file:///d (extra_config)" in describe(loaded.config, loaded.origins)
+
+
+@pytest.mark.parametrize("key", ["tiers", "local_disk", "remote_url"])
+@pytest.mark.parametrize("value", ["/var/cache", 1, True, ["/var/cache"], {"a": 1}, [1]])
+def test_illegal_tiers(key, value):
+    (problem,) = problems_of({key: value}, {})
+    assert problem.startswith(f"{key} in kv_connector_extra_config is ")
+    assert "URL" in problem
+
+
+@pytest.mark.parametrize("key", ["tiers", "local_disk", "remote_url"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({key: "redis://me:secret@host:6379/0"}, {})
+    assert "environment" in str(error.value)
+    assert "secret" not in str(error.value)
+    assert load_config({key: "file:///a@b"}, {}).config.tier_urls == ("file:///a@b",)

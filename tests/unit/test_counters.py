@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_connector.counters import GAUGES, Counters, count_group, merge_counts
+from lmcache_connector.scheduler.ledger import Ledger
+from lmcache_connector.storage.base import StoreStats, TierCounters
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +79,19 @@ def test_names_of_another_version_are_kept():
         "future": 3,
         "future_rows": {"full": 1},
     }
+
+
+def test_counters_of_a_server_that_was_started_again_do_not_fall():
+    def stats(evicted: dict[str, int], hit_rows: int) -> StoreStats:
+        tiers = {"file:///d": TierCounters(hit_rows=hit_rows)}
+        return StoreStats(4096, 0, 4096, 0, 0, 0, evicted, 0, tiers)
+
+    ledger = Ledger(Counters())
+    taken = [
+        ledger.take(stats({"full": full}, hits)) for full, hits in ((5, 7), (2, 3), (2, 3), (6, 4))
+    ]
+    assert [one.get("evicted_rows", {}).get("full", 0) for one in taken] == [5, 2, 0, 4]
+    assert [one.get("tier_hit_rows", {}).get("file:///d", 0) for one in taken] == [7, 3, 0, 1]
 
 
 def test_gauges_are_fields():

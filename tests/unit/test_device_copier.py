@@ -412,3 +412,5 @@ def test_close_waits_and_unpins(simulate: Callable[[int], Device]) -> None:
     copier.close()
     assert np.array_equal(pool.memory[: 2 * pages.pitch], pages.in_slots([3]))
     assert not device.pinned
+    # Whoever unmaps the memory says so too, before or after.
+    copier.unregister_extent(pool.base)

@@ -17,7 +17,7 @@ from lmcache_connector.groups import (
     WorkerGeometry,
     engine_group_infos,
 )
-from lmcache_connector.scheduler.layout import CacheLayout
+from lmcache_connector.layout import CacheLayout
 
 CHUNK = 256
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ import pytest
 
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.metadata import SlotRef
-from lmcache_connector.server import client as client_module
 from lmcache_connector.server import protocol, sockets
-from lmcache_connector.server.client import PoolClient
+from lmcache_connector.server.client import PoolClient, open_control
 from lmcache_connector.server.service import PoolService
 from lmcache_connector.storage.pool import MemoryPool
 
@@ -37,6 +37,7 @@ from lmcache_connector.server.client import PoolClient
 client = PoolClient(Path(sys.argv[1]), int(sys.argv[2]))
 client.start()
 assert client.wait_attached(20)
+assert client.hold(client.incarnation)
 print("attached", client.incarnation, flush=True)
 for line in sys.stdin:
     verb, extent, offset, text = line.split()
@@ -91,6 +92,11 @@ def temp() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_connector.log._last", {})
+
+
 @pytest.fixture
 def directory(temp: Path) -> Path:
     path = temp / "lmcache"
@@ -101,13 +107,19 @@ def directory(temp: Path) -> Path:
 class Served:
     """A pool of extents of 4 pages with its service, and what the service told."""
 
-    def __init__(self, path: Path, ranks: int, extents: int) -> None:
+    def __init__(self, endpoint: Path, ranks: int, extents: int, allow: Sequence[int]) -> None:
         self.pool = MemoryPool(extents * 4 * PAGE, 4 * PAGE)
-        self.ended: list[int] = []
+        self.ended: list[str] = []
+        self.controls: list[str] = []
         self.ready: list[int] = []
-        self.service = PoolService(self.pool.extents, path, ranks, self.ended.append)
-        self.service.start(self.ready.append)
-        self.path = Path(self.service.pool_ref.socket_path)
+        self.service = PoolService(
+            self.pool.extents, endpoint, allowed_uids=allow, on_mapped=self.ready.append
+        )
+        self.service.on_workers_gone = self.ended.append
+        self.service.on_control_end = self.controls.append
+        self.service.add_instance("", ranks)
+        self.service.start()
+        self.path = Path(self.service.pool_ref().socket_path)
         self.clients: list[PoolClient] = []
 
     def client(self, rank: int, **kwargs: Any) -> PoolClient:
@@ -130,8 +142,10 @@ Serve = Callable[..., Served]
 def serve(directory: Path) -> Iterator[Serve]:
     made: list[Served] = []
 
-    def start(ranks: int = 1, extents: int = 2, path: Path | None = None) -> Served:
-        made.append(Served(path or directory / f"{'0' * 24}.sock", ranks, extents))
+    def start(
+        ranks: int = 1, extents: int = 2, endpoint: Path | None = None, allow: Sequence[int] = ()
+    ) -> Served:
+        made.append(Served(endpoint or directory / f"{'0' * 24}.sock", ranks, extents, allow))
         return made[-1]
 
     yield start
@@ -163,8 +177,12 @@ def round_trip(path: Path) -> None:
         assert peer.recv(1) == b""
 
 
-def hello(rank: int = 0, version: int = protocol.PROTOCOL_VERSION) -> bytes:
-    return protocol.encode(protocol.Hello(version, rank))
+def hello(rank: int = 0, version: int = protocol.PROTOCOL_VERSION, instance: str = "") -> bytes:
+    return protocol.encode(protocol.Hello(version, rank, instance))
+
+
+def reply(peer: socket.socket) -> protocol.OwnerFrame:
+    return protocol.decode_owner_frame(peer.recv(protocol.MAX_FRAME_BYTES))
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -178,7 +196,7 @@ def test_ranks_in_other_processes_share_the_memory(serve: Serve) -> None:
     try:
         assert other.line() == ["attached", served.service.incarnation]
         assert served.service.wait_ready(TIMEOUT)
-        assert served.ready == [0, 1]
+        assert served.ready == [1, 2]
         slot = SlotRef(1, PAGE, 5)
         assert other.ask(f"write 1 {PAGE} hello") == "hello"
         assert bytes(own.view(slot)) == b"hello"
@@ -190,7 +208,8 @@ def test_ranks_in_other_processes_share_the_memory(serve: Serve) -> None:
         assert other.process.stdin is not None
         other.process.stdin.close()
         assert other.line() == ["closed"]
-        until(lambda: served.ended == [1])
+        own.close()
+        until(lambda: served.ended == [""])
     finally:
         other.end()
 
@@ -204,13 +223,22 @@ def test_an_extent_is_ready_once_every_rank_has_mapped_it(serve: Serve) -> None:
         slow.send(hello(rank=1))
         for extent in range(2):
             slow.send(protocol.encode(protocol.ExtentMapped(extent)))
-        until(lambda: served.ready == [0, 1])
+        until(lambda: served.ready == [1, 2])
         assert not served.service.wait_ready(0.05)
     # It is gone before the last one; its successor has to map all of them.
-    until(lambda: served.ended == [1])
+    successor = served.client(1)
+    assert served.service.wait_ready(TIMEOUT)
+    assert served.ready == [1, 2, 3]
+    assert served.ended == []
+    fast.close()
+    successor.close()
+    until(lambda: served.ended == [""])
+    assert not served.service.wait_ready(0.0)
+    # What was told once is not told again.
+    served.client(0)
     served.client(1)
     assert served.service.wait_ready(TIMEOUT)
-    assert served.ready == [0, 1, 2]
+    assert served.ready == [1, 2, 3]
 
 
 def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> None:
@@ -218,16 +246,14 @@ def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> Non
     seen: list[tuple[int, int, bool, list[int]]] = []
 
     def register(address: int, nbytes: int) -> None:
-        seen.append((address, nbytes, client.has(len(seen)), list(served.ready)))
+        seen.append((address, nbytes, served.clients[0].has(len(seen)), list(served.ready)))
 
-    client = PoolClient(served.path, 0, register)
-    client.start()
-    served.clients.append(client)
+    client = served.client(0, register_extent=register)
     assert client.wait_attached(TIMEOUT)
     assert [nbytes for _, nbytes, _, _ in seen] == [4 * PAGE] * 2
     assert not any(mapped for _, _, mapped, _ in seen)
-    assert 0 not in seen[0][3]
-    assert 1 not in seen[1][3]
+    assert 1 not in seen[0][3]
+    assert 2 not in seen[1][3]
     assert client.address(SlotRef(1, 100, 1)) == seen[1][0] + 100
 
 
@@ -237,16 +263,14 @@ def test_a_worker_that_cannot_pin_keeps_what_it_has(
     served = serve()
 
     def register(address: int, nbytes: int) -> None:
-        if client.has(0):
+        if served.clients[0].has(0):
             raise RuntimeError("no more pinned memory")
 
-    client = PoolClient(served.path, 0, register)
-    client.start()
-    served.clients.append(client)
+    client = served.client(0, register_extent=register)
     until(lambda: "no more pinned memory" in caplog.text)
     assert client.has(0)
     assert not client.has(1)
-    until(lambda: served.ready == [0])
+    until(lambda: served.ready == [1])
     # It may still be copying to extent 0: it must not be taken for dead.
     time.sleep(0.05)
     assert served.ended == []
@@ -272,14 +296,51 @@ def test_slots_beyond_the_memory_are_refused(serve: Serve) -> None:
             client.view(bad)
 
 
-def test_memory_stays_usable_when_the_service_ends(serve: Serve) -> None:
-    served = serve(extents=1)
-    client = served.client(0)
+def test_memory_goes_with_the_service_once_no_copy_holds_it(serve: Serve) -> None:
+    unpinned: list[int] = []
+    served = serve()
+    client = served.client(0, unregister_extent=unpinned.append)
     assert client.wait_attached(TIMEOUT)
+    life = served.service.incarnation
+    assert not client.hold("another")
+    assert client.hold(life)
+    assert client.hold(life)
+    client.drop()
     client.view(SlotRef(0, 0, 3))[:] = b"abc"
+    pinned = [client.address(SlotRef(extent, 0, 1)) for extent in range(2)]
     served.service.close()
+    until(lambda: not client.hold(life))
     assert bytes(client.view(SlotRef(0, 0, 3))) == b"abc"
+    assert not unpinned
+    # Whoever starts a copy is refused; the one that runs ends in peace.
+    left = client.view(SlotRef(0, 0, 3))
+    client.drop()
+    until(lambda: unpinned == pinned)
+    time.sleep(0.1)
+    left.release()
+    until(lambda: not client._maps)
     assert served.ended == []
+
+
+def test_the_next_service_is_attached_to(serve: Serve) -> None:
+    first = serve()
+    client = first.client(0)
+    assert client.wait_attached(TIMEOUT)
+    assert client.hold(first.service.incarnation)
+    first.service.close()
+    until(lambda: client.incarnation is None)
+    second = serve()
+    # Not before the last copy has let go of the first one's memory.
+    assert not second.service.wait_ready(0.3)
+    client.drop()
+    assert second.service.wait_ready(TIMEOUT)
+    assert client.hold(second.service.incarnation)
+    assert not client.hold(first.service.incarnation)
+    client.view(SlotRef(1, 0, 3))[:] = b"new"
+    assert os.pread(second.pool.extents[1].fd, 3, 0) == b"new"
+    client.drop()
+    client.close()
+    until(lambda: second.ended == [""])
 
 
 def test_memory_that_is_still_viewed_is_not_given_up(
@@ -296,27 +357,109 @@ def test_memory_that_is_still_viewed_is_not_given_up(
     assert served.ended == []
     view.release()
     client.close()
-    until(lambda: served.ended == [0])
+    until(lambda: served.ended == [""])
 
 
-def test_a_worker_may_come_before_the_service(directory: Path, serve: Serve) -> None:
-    path = directory / f"{'1' * 24}.sock"
-    client = PoolClient(path, 0)
+def test_a_worker_may_come_before_the_service_and_before_its_instance(
+    directory: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = directory / f"{'1' * 24}.sock"
+    client = PoolClient(sockets.memory_path(endpoint), 0, "engine")
     client.start()
     assert not client.wait_attached(0.1)
-    served = serve(path=path)
+    served = serve(endpoint=endpoint)
     served.clients.append(client)
+    assert not client.wait_attached(0.2)
+    served.service.add_instance("engine", 1)
     assert client.wait_attached(TIMEOUT)
+    # That is how every start looks.
+    assert caplog.text == ""
 
 
-def test_a_worker_gives_up_at_its_deadline(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+# ---- instances and control connections ----------------------------------------------------------
+
+
+def test_instances_are_ready_and_gone_each_on_its_own(serve: Serve) -> None:
+    served = serve()
+    service = served.service
+    service.add_instance("one", 2)
+    service.add_instance("two", 1)
+    first, last = served.client(0, instance="one"), served.client(0, instance="two")
+    assert service.wait_ready(TIMEOUT, "two")
+    assert not service.wait_ready(0.05, "one")
+    second = served.client(1, instance="one")
+    assert service.wait_ready(TIMEOUT, "one")
+    assert not service.wait_ready(0.0)
+    assert service.pool_ref("one").instance == "one"
+    first.close()
+    last.close()
+    until(lambda: served.ended == ["two"])
+    # Its other rank may still write.
+    assert not service.remove_instance("one")
+    second.close()
+    until(lambda: served.ended == ["two", "one"])
+    assert service.remove_instance("one")
+    assert service.remove_instance("never known")
+
+
+def test_workers_of_an_instance_that_was_removed_are_refused_until_it_is_back(
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "_CONNECT_SECONDS", 0.05)
-    client = PoolClient(directory / "nobody.sock", 0)
-    client.start()
-    until(lambda: "nothing is cached" in caplog.text)
-    client.close()
+    served = serve()
+    served.service.add_instance("engine", 2)
+    assert served.client(0, instance="engine").wait_attached(TIMEOUT)
+    assert not served.service.remove_instance("engine")
+    with raw_peer(served.path) as peer:
+        peer.send(hello(rank=1, instance="engine"))
+        refused = reply(peer)
+        assert isinstance(refused, protocol.Refused)
+        assert refused.retry
+        assert peer.recv(1) == b""
+    late = served.client(1, instance="engine")
+    assert not late.wait_attached(0.1)
+    served.service.add_instance("engine", 2)
+    assert late.wait_attached(TIMEOUT)
+    assert served.service.wait_ready(TIMEOUT, "engine")
+    assert caplog.text == ""
+
+
+def test_a_token_lives_as_long_as_its_connection(serve: Serve) -> None:
+    served = serve()
+    ours, welcome = open_control(served.path, TIMEOUT)
+    other, another = open_control(served.path, TIMEOUT)
+    assert welcome.incarnation == served.service.incarnation
+    assert welcome.token != another.token
+    assert served.service.has_token(welcome.token)
+    assert not served.service.has_token("0" * 64)
+    ours.close()
+    until(lambda: served.controls == [welcome.token])
+    assert not served.service.has_token(welcome.token)
+    assert served.service.has_token(another.token)
+    other.close()
+    until(lambda: len(served.controls) == 2)
+    assert served.ended == []
+
+
+@pytest.mark.parametrize(
+    "frame", [hello(), protocol.encode(protocol.ExtentMapped(0)), b"\xc1", bytes(5000)]
+)
+def test_a_control_connection_is_nothing_else(serve: Serve, frame: bytes) -> None:
+    served = serve()
+    connection, welcome = open_control(served.path, TIMEOUT)
+    with connection:
+        connection.send(frame)
+        assert connection.recv(100) == b""
+    until(lambda: served.controls == [welcome.token])
+
+
+def test_a_control_connection_of_another_version_hears_why(serve: Serve) -> None:
+    served = serve()
+    with raw_peer(served.path) as peer:
+        peer.send(protocol.encode(protocol.Hello(1, None)))
+        refused = reply(peer)
+        assert isinstance(refused, protocol.Refused)
+        assert "install the same" in refused.reason
+    assert served.controls == []
 
 
 def test_closing_a_worker_that_waits_ends_its_thread(directory: Path, serve: Serve) -> None:
@@ -338,6 +481,8 @@ def test_closing_a_worker_that_waits_ends_its_thread(directory: Path, serve: Ser
         [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": -1})],
         [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": "0"})],
         [msgspec.msgpack.encode({"type": "hello", "version": 1, "rank": 0, "more": 0})],
+        [msgspec.msgpack.encode({"type": "hello", "version": 2, "rank": 0, "instance": "x" * 257})],
+        [msgspec.msgpack.encode({"type": "hello", "version": 2})],
         [b"\x00" * (protocol.MAX_FRAME_BYTES + 1)],
         [protocol.encode(protocol.ExtentMapped(0))],
         [hello(version=999)],
@@ -369,7 +514,7 @@ def test_a_malformed_frame_ends_only_its_own_connection(
         # Memory was handed out after a good hello: only the peer's own end says that it is gone.
         assert served.ended == []
     accepted = frames[0] == hello()
-    until(lambda: served.ended == [0] * accepted)
+    until(lambda: served.ended == [""] * accepted)
     client = served.client(0)
     assert client.wait_attached(TIMEOUT)
     assert served.service.wait_ready(TIMEOUT)
@@ -380,10 +525,11 @@ def test_a_refused_worker_hears_why(serve: Serve, caplog: pytest.LogCaptureFixtu
     served.client(7)
     until(lambda: "rank 7 is not one of 1 ranks" in caplog.text and "failed" in caplog.text)
     with raw_peer(served.path) as peer:
-        peer.send(hello(version=2))
-        reply = protocol.decode_owner_frame(peer.recv(protocol.MAX_FRAME_BYTES))
-        assert isinstance(reply, protocol.Refused)
-        assert "version 2 of the worker" in reply.reason
+        peer.send(hello(version=1))
+        refused = reply(peer)
+        assert isinstance(refused, protocol.Refused)
+        assert "version 1 of the worker" in refused.reason
+        assert not refused.retry
 
 
 def test_a_long_frame_is_named_as_such(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -394,7 +540,7 @@ def test_a_long_frame_is_named_as_such(serve: Serve, caplog: pytest.LogCaptureFi
     assert "a frame of more than 4096 bytes" in caplog.text
 
 
-def test_a_rank_is_gone_with_its_last_connection(serve: Serve) -> None:
+def test_workers_are_gone_with_their_last_connection(serve: Serve) -> None:
     served = serve()
     client = served.client(0)
     assert client.wait_attached(TIMEOUT)
@@ -404,7 +550,7 @@ def test_a_rank_is_gone_with_its_last_connection(serve: Serve) -> None:
     round_trip(served.path)
     assert served.ended == []
     client.close()
-    until(lambda: served.ended == [0])
+    until(lambda: served.ended == [""])
 
 
 def test_a_peer_that_reads_nothing_does_not_stop_the_service(serve: Serve) -> None:
@@ -429,16 +575,35 @@ def test_other_users_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     client = served.client(0)
     assert client.wait_attached(TIMEOUT)
+    assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
+
+
+def test_another_user_who_is_allowed_is_served(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.geteuid() + 1
+    served = serve(allow=[other])
+    assert stat.S_IMODE(served.path.stat().st_mode) == 0o666
+    monkeypatch.setattr(sockets, "peer_uid", lambda connection: other)
+    with raw_peer(served.path) as peer:
+        peer.send(hello())
+        assert isinstance(reply(peer), protocol.Welcome)
+    # It is not the owner of the directory, for whom a client takes it.
+    with pytest.raises(ProtocolError, match="run by user"):
+        sockets.connect(served.path, TIMEOUT)
+    monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid())
+    monkeypatch.setattr(sockets, "is_trusted", lambda uid: False)
+    sockets.connect(served.path, TIMEOUT).close()
 
 
 def test_a_service_of_another_user_is_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve()
-    monkeypatch.setattr(sockets, "is_trusted", lambda uid: False)
+    monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
     client = PoolClient(served.path, 0)
     client.start()
-    until(lambda: "the service is run by user" in caplog.text)
+    until(lambda: f"{served.path} is run by user" in caplog.text)
     assert client.incarnation is None
     client.close()
 
@@ -460,8 +625,8 @@ def test_a_worker_checks_what_it_is_offered(
     size: int | None,
     problem: str,
 ) -> None:
-    listener, path = sockets.listen_private(directory / "service.sock")
-    client = PoolClient(path, 0)
+    listener, endpoint = sockets.listen_private(directory / "service.sock")
+    client = PoolClient(sockets.memory_path(endpoint), 0)
     client.start()
     connection, _ = listener.accept()
     protocol.decode_worker_frame(connection.recv(100))

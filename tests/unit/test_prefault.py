@@ -40,9 +40,10 @@ def pool() -> Iterator[MemoryPool]:
     pool = MemoryPool(4 * MIB, extent_bytes=MIB)
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o700)
-        service = PoolService(pool.extents, Path(directory) / "s", 1)
-        service.start(pool.mark_ready)
-        pool.path = service.pool_ref.socket_path  # type: ignore[attr-defined]
+        service = PoolService(pool.extents, Path(directory) / "s")
+        service.add_instance("", 1)
+        service.start()
+        pool.path = service.pool_ref().socket_path  # type: ignore[attr-defined]
         yield pool
         service.close()
     pool.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from lmcache_connector.groups import (
     engine_group_infos,
 )
 from lmcache_connector.keys import namespace_digest
+from lmcache_connector.layout import CacheLayout
 from lmcache_connector.metadata import (
     LoadOp,
     LoadReport,
@@ -30,33 +32,15 @@ from lmcache_connector.metadata import (
     StoreReport,
     WorkerMeta,
 )
-from lmcache_connector.scheduler.layout import CacheLayout
 from lmcache_connector.scheduler.request import StepView
 from lmcache_connector.scheduler.scheduler import CacheScheduler
 from lmcache_connector.storage.base import LookupReply, LookupState
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
+from lmcache_connector.storage.session import StoreSession
 
 CHUNK = 256
 WINDOW = ReuseRule(ReuseKind.WINDOW, 255)
-
-
-class Service:
-    """Every extent is mapped by every rank at once."""
-
-    def __init__(self, pool: MemoryPool) -> None:
-        self._pool = pool
-
-    @property
-    def pool_ref(self) -> PoolRef:
-        return PoolRef("/nowhere", "life-1")
-
-    def start(self, on_extent_ready: Any) -> None:
-        for extent in range(len(self._pool.extents)):
-            on_extent_ready(extent)
-
-    def close(self) -> None:
-        pass
 
 
 def kernel_group(engine_group: int, rule: ReuseRule, tokens: int) -> KVLayerGroupInfo:
@@ -145,8 +129,10 @@ class World:
         self.ranks = ranks
         self.num_groups = len(rules)
         self.layout = CacheLayout(geometries)
-        self.pool = MemoryPool(pool_bytes)
-        self.engine = StorageEngine(self.pool, self.layout.shards(), Service(self.pool))
+        pool = MemoryPool(pool_bytes)
+        self.engine = StorageEngine(pool)
+        for extent in range(len(pool.extents)):
+            self.engine.mark_ready(extent)
         loaded = load_config(config, {})
         self.params = RequestParams(loaded.config.min_hit_tokens, loaded.config.max_offload_tokens)
         self.scheduler = CacheScheduler(
@@ -157,7 +143,12 @@ class World:
             counters=Counters(),
             checkpoint_groups=frozenset(checkpoint_groups or ()),
         )
-        self.scheduler.attach(self.layout, self.engine)
+        self.session = self.engine.open_session(
+            self.scheduler.namespace(self.layout),
+            self.layout.shards(),
+            PoolRef("/nowhere", "life-1"),
+        )
+        self.scheduler.attach(self.layout, self.session)
         self.states: dict[str, list[tuple[int, int, int]]] = {}
 
     def tables(self, num_tokens: int) -> list[list[int]]:
@@ -315,7 +306,7 @@ def test_what_cannot_be_loaded_as_planned_is_reported_as_failed(world: World, tr
     tables, external = world.tables(800), 768
     match trouble:
         case "evicted":
-            world.engine.clear()
+            world.session.clear(b"x" * 32)
         case "shortened":
             external = 512
         case "null block":
@@ -654,13 +645,15 @@ def test_a_pool_smaller_than_a_prompt_keeps_its_head() -> None:
     world.settle()
 
 
-class SlowStore(StorageEngine):
+class SlowStore(StoreSession):
     """A tier that is still answering."""
 
     pending = True
 
-    def lookup(self, lookup_id: int, chunk_hashes: Sequence[bytes]) -> LookupReply:
-        reply = super().lookup(lookup_id, chunk_hashes)
+    def lookup(
+        self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
+    ) -> LookupReply:
+        reply = super().lookup(lookup_id, chunk_hashes, first_chunk)
         if self.pending:
             nothing = [[0] * len(shards) for shards in reply.present]
             return LookupReply(LookupState.PENDING, nothing)
@@ -669,18 +662,16 @@ class SlowStore(StorageEngine):
 
 def test_a_late_tier_is_a_miss_and_then_a_hit() -> None:
     world = World(lookup_timeout=0.05)
-    world.engine.__class__ = SlowStore
+    world.session.__class__ = SlowStore
     request = Request("a", prompt(1, 600))
     assert world.arrive(request) is None
     assert world.scheduler.match("a", 0) is None
-    import time
-
     time.sleep(0.06)
     assert world.scheduler.match("a", 0) == 0
     (store,) = world.step({request: 600}).stores
     world.scheduler.on_worker_meta(world.stored(store))
     world.scheduler.on_finished("a")
-    world.engine.pending = False
+    world.session.pending = False
     assert world.arrive(Request("b", request.all_tokens)) == 512
     world.scheduler.on_finished("b")
     world.settle()

@@ -77,7 +77,7 @@ def test_the_socket_is_for_its_user_only(temp: Path, listeners: list[socket.sock
     listener, path = sockets.listen_private(wanted)
     listeners.append(listener)
     assert path == wanted
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(sockets.memory_path(path).stat().st_mode) == 0o600
 
 
 def test_a_name_in_use_is_left_alone(temp: Path, listeners: list[socket.socket]) -> None:
@@ -91,9 +91,42 @@ def test_a_name_in_use_is_left_alone(temp: Path, listeners: list[socket.socket])
     assert len(set(paths)) == 3
     assert {path.parent for path in paths} == {wanted.parent}
     for path in paths:
-        with contextlib.closing(socket.socket(socket.AF_UNIX, sockets.SOCKET_TYPE)) as peer:
-            peer.connect(str(path))
-            assert sockets.is_trusted(sockets.peer_uid(peer))
+        sockets.connect(sockets.memory_path(path), 5.0).close()
+
+
+def test_a_server_takes_its_own_name_or_none(temp: Path, listeners: list[socket.socket]) -> None:
+    temp.chmod(0o700)
+    wanted = temp / "kv"
+    listener, path = sockets.listen_private(wanted, exclusive=True)
+    listeners.append(listener)
+    assert path == wanted
+    with pytest.raises(StartupError, match="is taken: by a cache server that runs"):
+        sockets.listen_private(wanted, exclusive=True)
+    file = temp / "file"
+    file.write_text("of somebody")
+    with pytest.raises(StartupError, match="or by a file that is no socket"):
+        sockets.listen_private(file, exclusive=True)
+    assert file.read_text() == "of somebody"
+    # ZeroMQ would take the name away from whoever listens there.
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(temp / "other"))
+        other.listen(1)
+        with pytest.raises(StartupError, match="is taken"):
+            sockets.listen_private(temp / "other", exclusive=True)
+    listener, _ = sockets.listen_private(temp / "other", exclusive=True)
+    listeners.append(listener)
+    with pytest.raises(StartupError, match="choose a shorter one"):
+        sockets.listen_private(temp / ("x" * 100), exclusive=True)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o711])
+def test_a_directory_is_made_with_its_mode(temp: Path, mode: int) -> None:
+    sockets.ensure_private_directory(temp / "new", mode)
+    assert stat.S_IMODE((temp / "new").stat().st_mode) == mode
+    sockets.ensure_private_directory(temp / "new")
+    assert stat.S_IMODE((temp / "new").stat().st_mode) == mode
+    with pytest.raises(StartupError, match="cannot be made"):
+        sockets.ensure_private_directory(temp / "missing" / "new")
 
 
 OWNER = """
@@ -118,18 +151,22 @@ def test_names_of_killed_owners_are_swept_at_the_next_start(
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"started\n"
             listener, alive = sockets.listen_private(sockets.socket_path_for("engine-2"))
+            alive = sockets.memory_path(alive)
             listeners.append(listener)
-            assert all(path.exists() for path in paths)
+            assert all(sockets.memory_path(path).exists() for path in paths)
         finally:
             owner.kill()
     others = [alive.with_name("0" * 24 + ".sock"), alive.with_name("not-ours.sock")]
     for other in others:
         other.touch()
+    # What ZeroMQ leaves behind.
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as dead:
+        dead.bind(str(paths[1]))
     listener, path = sockets.listen_private(paths[0])
     listeners.append(listener)
     # It gets the dead one's name; the other dead one is removed; nothing else is.
     assert path == paths[0]
-    assert set(path.parent.iterdir()) == {path, alive, *others}
+    assert set(path.parent.iterdir()) == {sockets.memory_path(path), alive, *others}
 
 
 def test_a_name_is_removed_by_the_one_that_has_it(
@@ -138,15 +175,19 @@ def test_a_name_is_removed_by_the_one_that_has_it(
     wanted = sockets.socket_path_for("engine")
     first, path = sockets.listen_private(wanted)
     listeners.append(first)
-    inode = path.lstat().st_ino
+    memory = sockets.memory_path(path)
+    inode = memory.lstat().st_ino
     # Somebody cleans the directory, and a successor takes the name.
-    path.rename(path.with_name("moved"))
+    memory.rename(path.with_name("moved"))
     second, path = sockets.listen_private(wanted)
     listeners.append(second)
     assert path == wanted
+    path.touch()
     sockets.remove_socket(path, inode)
+    assert memory.exists()
     assert path.exists()
-    sockets.remove_socket(path, path.lstat().st_ino)
+    sockets.remove_socket(path, memory.lstat().st_ino)
+    assert not memory.exists()
     assert not path.exists()
     sockets.remove_socket(path, inode)
     path.with_name("moved").unlink()

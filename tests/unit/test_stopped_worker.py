@@ -18,7 +18,7 @@ import xxhash
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.server.service import PoolService
-from lmcache_connector.storage.base import Commit, GroupShards
+from lmcache_connector.storage.base import Commit, GroupShards, NewRow
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 
@@ -34,7 +34,7 @@ import xxhash
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
 
-client = PoolClient(Path(sys.argv[1]), 0)
+client = PoolClient(Path(sys.argv[1]), 0, "worker")
 client.start()
 assert client.wait_attached(20)
 print("attached", flush=True)
@@ -47,14 +47,24 @@ for line in sys.stdin:
 
 
 class House:
-    """An engine whose rank 0 is a process of its own; rank 1 is the test."""
+    """A store with two workers: one is a process of its own, one is the test."""
 
     def __init__(self, directory: Path) -> None:
         self.pool = MemoryPool(40 * PAGE, 16 * PAGE)
-        self.ended: list[int] = []
-        service = PoolService(self.pool.extents, directory / "pool.sock", 2, self.ended.append)
-        self.engine = StorageEngine(self.pool, [GroupShards("full", 1)], service)
-        path = self.engine.pool_ref.socket_path
+        self.ended: list[str] = []
+        self.engine = StorageEngine(self.pool)
+        self.service = PoolService(
+            self.pool.extents,
+            directory / "pool.sock",
+            on_mapped=lambda count: self.engine.mark_ready(count - 1),
+        )
+        self.service.on_workers_gone = self.ended.append
+        for name in ("worker", "test"):
+            self.service.add_instance(name, 1)
+        self.service.start()
+        groups = [GroupShards("full", [[OBJECT]])]
+        self.session = self.engine.open_session(bytes(32), groups, self.service.pool_ref())
+        path = self.session.pool_ref.socket_path
         self.worker = subprocess.Popen(
             [sys.executable, "-c", WORKER, path],
             stdin=subprocess.PIPE,
@@ -62,9 +72,9 @@ class House:
             text=True,
         )
         assert self.answer() == "attached"
-        self.client = PoolClient(Path(path), 1)
+        self.client = PoolClient(Path(path), 0, "test")
         self.client.start()
-        assert service.wait_ready(TIMEOUT)
+        assert all(self.service.wait_ready(TIMEOUT, name) for name in ("worker", "test"))
         self.ids = iter(range(1, 1 << 30))
         # Whatever was published: chunk -> digest.
         self.published: dict[bytes, int] = {}
@@ -81,12 +91,11 @@ class House:
 
     def reserve(self) -> tuple[int, SlotRef]:
         store_id = next(self.ids)
-        slots = self.engine.prepare_store(store_id, [[OBJECT]], None)
-        assert slots is not None
+        slots = self.session.prepare_store(store_id, [NewRow([OBJECT])], ())
         return store_id, slots[0][0]
 
     def publish(self, store_id: int, chunk: bytes, digest: int) -> None:
-        self.engine.complete_store(store_id, [Commit(0, chunk, None, "full", [digest])])
+        self.session.complete_store(store_id, [Commit(0, chunk, None, "full", [digest])])
         self.published[chunk] = digest
 
     def fill(self, count: int, foreign: SlotRef) -> None:
@@ -104,14 +113,14 @@ class House:
         visible = 0
         for chunk, digest in self.published.items():
             read_id = next(self.ids)
-            self.engine.lookup(read_id, [chunk])
-            rows = self.engine.prepare_load(read_id, read_id, [(chunk, "full")])
+            self.session.lookup(read_id, [chunk], 0)
+            rows = self.session.prepare_load(read_id, read_id, [(chunk, "full")])
             if rows is None:
                 continue
             visible += 1
             assert rows[0].digests == [digest]
             assert xxhash.xxh3_64_intdigest(self.client.view(rows[0].slots[0])) == digest
-            self.engine.complete_load(read_id)
+            self.session.complete_load(read_id)
         self.engine.check_integrity()
         return visible
 
@@ -122,6 +131,7 @@ class House:
             assert pipe is not None
             pipe.close()
         self.client.close()
+        self.service.close()
         self.engine.close()
 
 
@@ -152,7 +162,7 @@ def test_a_stopped_worker_finds_its_slot_untouched_by_others(house: House) -> No
     # It will write as soon as it runs again, however late that is.
     house.tell(slot, 0xA5)
     house.fill(100, slot)
-    house.engine.clear()
+    house.session.clear(bytes(32))
     house.fill(100, slot)
     assert house.engine.stats().leases == 1
     assert house.ended == []
@@ -163,8 +173,9 @@ def test_a_stopped_worker_finds_its_slot_untouched_by_others(house: House) -> No
     assert house.verify() == 11
     assert digest == xxhash.xxh3_64_intdigest(b"\xa5" * OBJECT)
     # Its store is from before the reset: dropped, and only now its slot is room again.
-    house.engine.complete_store(store_id, [Commit(0, b"late", None, "full", [digest])])
-    assert not house.engine.contains(b"late", "full")
+    house.session.complete_store(store_id, [Commit(0, b"late", None, "full", [digest])])
+    assert house.session.lookup(0, [b"late"], 0).present == [[0]]
+    house.session.release(0)
     store_id, again = house.reserve()
     assert again == slot
     house.tell(again, 0x5A)
@@ -180,15 +191,15 @@ def test_slots_of_a_killed_worker_are_freed_when_its_end_is_known(house: House) 
     house.fill(20, leases[0][1])
     assert house.ended == []
     house.worker.kill()
-    until(lambda: house.ended == [0])
+    until(lambda: house.ended == ["worker"])
     # The end alone frees nothing: the owner knows which leases were the dead rank's.
     assert house.engine.stats().leases == 3
     for store_id, _ in leases:
-        house.engine.complete_store(store_id, [])
+        house.session.complete_store(store_id, [])
     assert house.verify() == 9
-    house.engine.clear()
+    house.session.clear(bytes(32))
     assert house.engine.stats().used_bytes == 0
-    # Rank 1 still has its memory.
+    # The other worker still has its memory.
     store_id, slot = house.reserve()
     house.client.view(slot)[:] = bytes(OBJECT)
     house.publish(store_id, b"next", xxhash.xxh3_64_intdigest(bytes(OBJECT)))

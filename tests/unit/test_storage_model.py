@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_connector.metadata import PoolRef, SlotRef
-from lmcache_connector.storage.base import Commit, GroupShards
+from lmcache_connector.storage.base import Commit, GroupShards, LookupState, NewRow, RowKey
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 
@@ -20,16 +20,6 @@ SHARDS = {"full": 2, "window": 1, "state": 1}
 # Two prompts with a common head: a b c d e and a b m n o.
 PARENTS = dict(zip("abcdemno", [None, *"abcdbmn"], strict=True))
 PROMPTS = ["abcde", "abmno"]
-
-
-class ExtentsByHand:
-    pool_ref = PoolRef("/nowhere", "1")
-
-    def start(self, on_extent_ready: Callable[[int], None]) -> None:
-        self.ready = on_extent_ready
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -126,28 +116,32 @@ def pages_of(nbytes: int) -> int:
     return -(-nbytes // PAGE)
 
 
+def encoded(key: tuple[str, str]) -> RowKey:
+    return key[0].encode(), key[1]
+
+
 class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = MemoryPool(sum(EXTENT_PAGES) * PAGE, EXTENT_PAGES[0] * PAGE)
-        self.service = ExtentsByHand()
-        groups = [GroupShards(tag, num) for tag, num in SHARDS.items()]
-        self.engine = StorageEngine(self.pool, groups, self.service)
-        self.service.ready(0)
+        groups = [GroupShards(tag, [[PAGE] * num]) for tag, num in SHARDS.items()]
+        self.engine = StorageEngine(self.pool)
+        self.session = self.engine.open_session(b"n" * 32, groups, PoolRef("/nowhere", "1"))
+        self.engine.mark_ready(0)
         self.num_ready = 1
         self.model = Model()
         self.ids = iter(range(1, 1 << 30))
 
     def teardown(self) -> None:
         for lookup_id in self.model.lookups:
-            self.engine.release(lookup_id)
+            self.session.release(lookup_id)
         for load_id in self.model.loads:
-            self.engine.complete_load(load_id)
+            self.session.complete_load(load_id)
         for store_id in self.model.leases:
-            self.engine.complete_store(store_id, [])
-        self.engine.clear()
+            self.session.complete_store(store_id, [])
+        self.session.clear(b"m" * 32)
         self.engine.check_integrity()
-        assert self.engine.stats().used_bytes == 0
+        assert self.session.stats().used_bytes == 0
         self.engine.close()
 
     def longest_run(self, used: set[SlotRef]) -> int:
@@ -168,48 +162,59 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.num_ready < len(EXTENT_PAGES))
     @rule()
     def extent_becomes_ready(self) -> None:
-        self.service.ready(self.num_ready)
+        self.engine.mark_ready(self.num_ready)
         self.num_ready += 1
 
     @rule(
         group=st.sampled_from(sorted(SHARDS)),
         sizes=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), min_size=1, max_size=3),
+        keys=st.lists(st.sampled_from([None, *PARENTS]), min_size=3, max_size=3),
         protect=st.sampled_from([None, *PARENTS]),
     )
-    def prepare_store(self, group: str, sizes: list[list[int]], protect: str | None) -> None:
+    def prepare_store(
+        self, group: str, sizes: list[list[int]], keys: Sequence[str | None], protect: str | None
+    ) -> None:
         # Sizes in pages, less a few bytes; 0 stays 0.
         wanted = [[max(0, n * PAGE - 5) for n in item[: SHARDS[group]]] for item in sizes]
-        evictable = self.model.evictable(protect)
+        rows = [
+            NewRow(item, None if key is None else (key.encode(), group))
+            for item, key in zip(wanted, keys, strict=False)
+        ]
+        kept = [self.model.get(key, group) if key else None for key in keys[: len(rows)]]
+        evictable = [row for row in self.model.evictable(protect) if row not in kept]
         used_before = self.model.owned()
         free_before = [dict(sizes) for sizes in self.pool._range_bytes]
-        refused_before = self.engine.stats().refused_stores
+        refused_before = self.session.stats().refused_stores
         store_id = next(self.ids)
-        items = self.engine.prepare_store(
-            store_id, wanted, None if protect is None else protect.encode()
-        )
-        given = items or []
-        assert [[slot.nbytes for slot in item] for item in given] == wanted[: len(given)]
-        assert self.engine.stats().refused_stores == refused_before + len(wanted) - len(given)
+        # Of a prefix, the last chunk that is known counts.
+        prefix = [b"never seen", protect.encode(), b"not yet"] if protect else []
+        items = self.session.prepare_store(store_id, rows, prefix)
+        for item, nbytes, existing in zip(items, wanted, kept, strict=False):
+            assert [slot.nbytes for slot in item] == ([] if existing else nbytes)
+        given = sum(existing is None for existing in kept[: len(items)])
+        refused = self.session.stats().refused_stores - refused_before
+        assert refused == kept.count(None) - given
         evicted = [row for row in self.model.order if not self.is_there(*row.key)]
         # In the order of eviction, without a gap.
         assert set(evicted) == set(evictable[: len(evicted)])
         for row in evicted:
             self.model.remove(row)
-        assert not self.model.owned() & {s for item in given for s in item if s.nbytes}
-        if items is None:
+        assert not self.model.owned() & {s for item in items for s in item if s.nbytes}
+        if not given:
             assert not evicted
             assert [dict(sizes) for sizes in self.pool._range_bytes] == free_before
         else:
             self.model.leases[store_id] = ModelLease(group, self.model.generation, items)
-        if len(given) < len(wanted):
+        if len(items) < len(wanted):
             # Not even with everything evicted would there be one place for all its shards.
-            rest = {s for row in self.model.evictable(protect) for s in row.slots}
-            need = sum(pages_of(nbytes) for nbytes in wanted[len(given)])
+            assert kept[len(items)] is None
+            rest = {s for row in evictable if row.visible for s in row.slots}
+            need = sum(pages_of(nbytes) for nbytes in wanted[len(items)])
             assert self.longest_run(self.model.owned() - rest) < need
-        need = sum(pages_of(nbytes) for item in wanted for nbytes in item)
-        if self.longest_run(used_before) >= need:
+        new = [item for item, existing in zip(wanted, kept, strict=True) if existing is None]
+        if self.longest_run(used_before) >= sum(pages_of(n) for item in new for n in item):
             assert not evicted
-            assert len(given) == len(wanted)
+            assert len(items) == len(wanted)
 
     @rule(
         group=st.sampled_from(sorted(SHARDS)),
@@ -221,13 +226,14 @@ class EngineMachine(RuleBasedStateMachine):
     def store(self, group: str, prompt: str, first: int, pages: int, protecting: bool) -> None:
         """What a step does: the next two chunks of a prompt, reported at once."""
         sizes = [[pages] * 2] * 2
-        self.prepare_store(group, sizes, PARENTS[prompt[first]] if protecting else None)
-        store_id = max(self.model.leases, default=0)
-        if store_id and len(self.model.leases[store_id].items) <= 2:
+        protect = PARENTS[prompt[first]] if protecting else None
+        before = set(self.model.leases)
+        self.prepare_store(group, sizes, prompt[first : first + 2], protect)
+        for store_id in set(self.model.leases) - before:
             self.commit(store_id, prompt[first:], [True] * 2)
 
     def is_there(self, chunk: str, group: str) -> bool:
-        return self.engine.contains(chunk.encode(), group)
+        return self.engine.rows.index.get((chunk.encode(), group)) is not None
 
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data())
@@ -245,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
         for index, (slots, chunk, publish) in enumerate(
             zip(lease.items, prompt, chosen, strict=False)
         ):
-            if not publish:
+            if not publish or not slots:
                 continue
             digests = [store_id * 10 + index + shard for shard in range(len(slots))]
             parent = PARENTS[chunk]
@@ -253,7 +259,7 @@ class EngineMachine(RuleBasedStateMachine):
             commits.append(Commit(index, *key, digests))
             if lease.generation == self.model.generation:
                 self.model.add(chunk, lease.group, slots, digests)
-        self.engine.complete_store(store_id, commits)
+        self.session.complete_store(store_id, commits)
         if lease.generation == self.model.generation:
             stored = [commit.chunk_hash.decode() for commit in commits]
             for chunk in stored:
@@ -268,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def lookup(self, lookup_id: int, prompt: str, first: int, last: int) -> None:
         asked = prompt[first:last]
-        reply = self.engine.lookup(lookup_id, [chunk.encode() for chunk in asked])
+        reply = self.session.lookup(lookup_id, [chunk.encode() for chunk in asked], first)
         expected = [
             [sum(1 << i for i, c in enumerate(asked) if self.model.get(c, tag))] * num_shards
             for tag, num_shards in SHARDS.items()
@@ -280,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(lookup_id=st.integers(1, 3))
     def release(self, lookup_id: int) -> None:
-        self.engine.release(lookup_id)
+        self.session.release(lookup_id)
         self.model.lookups.pop(lookup_id, None)
 
     def draw_rows(self, data: st.DataObject, rows: list[ModelRow]) -> list[ModelRow]:
@@ -288,25 +294,37 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(lookup_id=st.integers(1, 3), data=st.data())
     def narrow(self, lookup_id: int, data: st.DataObject) -> None:
-        rows = self.model.lookups.get(lookup_id, [])
-        kept = self.draw_rows(data, rows)
-        self.engine.narrow(lookup_id, [(row.key[0].encode(), row.key[1]) for row in kept])
+        rows = self.model.lookups.get(lookup_id)
+        kept = self.draw_rows(data, rows or [])
+        keep = [row.key for row in kept]
+        if data.draw(st.booleans()):
+            # One that the lookup did not pin, because it was not there or was not asked for.
+            chunk = data.draw(st.sampled_from(sorted(PARENTS)))
+            keep += [(chunk, group) for group in SHARDS if (chunk, group) not in keep][:1]
+        state = self.session.narrow(lookup_id, [encoded(key) for key in keep])
+        if rows is None:
+            assert state is (LookupState.GONE if keep else LookupState.READY)
+            return
         for row in rows:
-            if row.key[0] in {other.key[0] for other in kept}:
-                row.follows = row in kept
-        self.model.lookups.pop(lookup_id, None)
-        if kept:
-            self.model.lookups[lookup_id] = kept
-            self.model.touch(kept[-1].key[0])
+            if row.key[0] in {chunk for chunk, _ in keep}:
+                row.follows = row.key in keep
+        for key in keep[len(kept) :]:
+            held = {row.key: row for row in rows}
+            other = held.get(key) or self.model.get(*key)
+            kept += [other] if other is not None else []
+        assert state is (LookupState.READY if len(kept) == len(keep) else LookupState.GONE)
+        self.model.lookups[lookup_id] = kept
+        if not keep:
+            del self.model.lookups[lookup_id]
+        elif state is LookupState.READY:
+            self.model.touch(keep[-1][0])
 
     @rule(lookup_id=st.integers(1, 3), data=st.data())
     def prepare_load(self, lookup_id: int, data: st.DataObject) -> None:
         rows = self.model.lookups.pop(lookup_id, [])
         wanted = data.draw(st.permutations(self.draw_rows(data, rows)))
         load_id = next(self.ids)
-        reply = self.engine.prepare_load(
-            load_id, lookup_id, [(row.key[0].encode(), row.key[1]) for row in wanted]
-        )
+        reply = self.session.prepare_load(load_id, lookup_id, [encoded(row.key) for row in wanted])
         if not all(row.visible for row in wanted):
             assert reply is None
             return
@@ -322,7 +340,7 @@ class EngineMachine(RuleBasedStateMachine):
         load_id = data.draw(st.sampled_from(sorted(self.model.loads)))
         rows = self.model.loads.pop(load_id)
         drop = self.draw_rows(data, rows)
-        self.engine.complete_load(load_id, [(row.key[0].encode(), row.key[1]) for row in drop])
+        self.session.complete_load(load_id, [encoded(row.key) for row in drop])
         for row in drop:
             if row.visible:
                 self.model.remove(row)
@@ -331,7 +349,7 @@ class EngineMachine(RuleBasedStateMachine):
     def clear(self, often: int) -> None:
         if often:
             return
-        self.engine.clear()
+        self.session.clear(next(self.ids).to_bytes(32, "big"))
         for row in self.model.order:
             row.visible = False
         self.model.order.clear()
@@ -340,11 +358,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        self.engine.check_integrity()
-        order = [(key[0].decode(), key[1]) for key in (e.key for e in self.engine._index.entries())]
+        self.session.check_integrity(self.model.loads, self.model.leases)
+        entries = self.engine.rows.index.entries()
+        order = [(key[0].decode(), key[1]) for key in (entry.key for entry in entries)]
         assert order == [row.key for row in self.model.order]
         assert set(self.pool.used_slots()) == self.model.owned()
-        stats = self.engine.stats()
+        stats = self.session.stats()
         used_pages = sum(pages_of(slot.nbytes) for slot in self.model.owned())
         assert stats.used_bytes == used_pages * PAGE
         assert stats.ready_bytes == sum(EXTENT_PAGES[: self.num_ready]) * PAGE

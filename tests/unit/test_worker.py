@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import xxhash
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.groups import STATE, EngineGroupSpec, LayerSpec, ReuseKind, ReuseRule
-from lmcache_connector.metadata import LoadOp, ObjectOp, SlotRef, StepMeta, StoreOp
+from lmcache_connector.metadata import LoadOp, ObjectOp, PoolRef, SlotRef, StepMeta, StoreOp
 from lmcache_connector.worker import transfer
 from lmcache_connector.worker.register import RankFacts, register_kv_caches
 from lmcache_connector.worker.transfer import CpuCopier, GpuCopier, SlotCheck
@@ -31,10 +32,20 @@ PAGE = BLOCK * 2 * 16
 class Client:
     """An attachment whose memory is a buffer of this process."""
 
-    incarnation = "life"
+    path, instance = Path("/pool"), ""
 
     def __init__(self) -> None:
         self.memory = (ctypes.c_uint8 * (1 << 20))()
+        self.held = 0
+
+    def hold(self, incarnation: str) -> bool:
+        self.held += incarnation == "life"
+        return incarnation == "life"
+
+    def drop(self) -> None:
+        self.held -= 1
+        # As an mmap would: nothing may point into it any more.
+        assert self.held >= 0
 
     def address(self, slot: SlotRef) -> int:
         if slot.extent != 0:
@@ -115,6 +126,7 @@ class Bed:
 def bed() -> Iterator[Bed]:
     bed = Bed()
     yield bed
+    assert bed.client.held == 0
     bed.worker.shutdown()
 
 
@@ -234,24 +246,59 @@ def test_a_group_of_another_stage_is_not_ours(bed: Bed) -> None:
     assert bed.load([foreign]).ok
 
 
-def test_failed_attachments_are_not_piled_up(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
+def test_a_copy_holds_the_memory_until_its_result(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bed.worker._copier, "result", lambda ticket: None)
+    bed.worker.save(StepMeta(stores=[StoreOp(1, "life", bed.objects())]))
+    load = LoadOp(2, "request", "life", time.monotonic() + 10, bed.objects())
+    for obj in load.objects:
+        obj.digests.append(0)
+    bed.worker.start_loads(StepMeta(loads=[load]))
+    assert bed.client.held == 2
+    (_, running) = bed.worker._stores[1]
+    monkeypatch.undo()
+    bed.worker.take_results()
+    assert bed.client.held == 0
+    # The views are gone before the hold is.
+    check = running.checks[0]
+    assert check is not None
+    with pytest.raises(ValueError, match="released"):
+        check.view.tobytes()
 
-    def client(path: Any, rank: int, register: Any, *, touch_ahead: bool) -> Any:
-        assert touch_ahead
+
+def test_a_shutdown_ends_copies_without_a_result(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bed.worker._copier, "result", lambda ticket: None)
+    bed.worker.save(StepMeta(stores=[StoreOp(1, "life", bed.objects())]))
+    assert bed.client.held == 1
+    bed.worker.shutdown()
+    assert bed.client.held == 0
+
+
+def test_each_pool_is_attached_to_once(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str]] = []
+
+    def client(path: Any, rank: int, instance: str, **how: Any) -> Any:
+        assert how["touch_ahead"]
+        assert how["register_extent"] == bed.worker._copier.register_extent
+        assert how["unregister_extent"] == bed.worker._copier.unregister_extent
         return SimpleNamespace(
-            start=lambda: started.append(str(path)),
-            is_alive=lambda: False,
-            incarnation=None,
+            path=path,
+            instance=instance,
+            start=lambda: started.append((str(path), instance)),
             close=lambda: None,
         )
 
     monkeypatch.setattr("lmcache_connector.worker.worker.PoolClient", client)
     for _ in range(200):
-        bed.worker.attach("/one")
-    assert started == ["/one"]
-    bed.worker.attach("/two")
-    assert started == ["/one", "/two"]
+        bed.worker.attach("/one", "")
+    assert started == [("/one", "")]
+    # Whatever life of it, and also while there is none.
+    for incarnation in ("first", "", "second"):
+        bed.worker.start_loads(StepMeta(PoolRef("/one", incarnation)))
+    assert started == [("/one", "")]
+    bed.worker.start_loads(StepMeta(PoolRef("/two", "first", "engine")))
+    assert started == [("/one", ""), ("/two", "engine")]
 
 
 class Device:

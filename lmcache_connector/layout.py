@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lmcache_connector.errors import GeometryError
@@ -13,6 +14,8 @@ from lmcache_connector.groups import (
     validate_geometry,
 )
 from lmcache_connector.storage.base import GroupShards
+
+_MAX_PERIOD = 4096
 
 
 class GroupLayout:
@@ -65,6 +68,19 @@ class GroupLayout:
         group = next(g for g in geometry.object_groups() if g.tag == self.tag)
         return geometry.object_layout(group, end_tokens).nbytes
 
+    def sizes_by_position(self) -> list[list[int]]:
+        """``shard_bytes`` of the chunks of a prompt, up to where they repeat."""
+        period = 1
+        if self.rule.kind is ReuseKind.CHUNKED:
+            # The kept tail depends on where in an attention chunk the chunk ends.
+            period = math.lcm(self.rule.tokens, self.chunk_tokens) // self.chunk_tokens
+            if period > _MAX_PERIOD:
+                raise GeometryError(
+                    f"{self.tag}: objects repeat only after {period} chunks of "
+                    f"{self.chunk_tokens} tokens; choose a chunk_size that divides their chunks"
+                )
+        return [self.shard_bytes((chunk + 1) * self.chunk_tokens) for chunk in range(period)]
+
     def kept_blocks(self, engine_group: int, end_tokens: int) -> range:
         """Positions in the engine group's block table that the chunk's object keeps."""
         tokens_per_block = self.tokens_per_block[engine_group]
@@ -84,11 +100,9 @@ class CacheLayout:
         self.chunk_tokens = ordered[0].chunk_tokens
         self.num_ranks = len(ordered)
         world = ordered[0].pp_size * ordered[0].tp_size
-        if [geometry.rank for geometry in ordered] != list(range(world)):
-            raise GeometryError(
-                f"ranks {[geometry.rank for geometry in ordered]} registered, expected all of "
-                f"0..{world - 1}"
-            )
+        ranks = [geometry.rank for geometry in ordered]
+        if len(ranks) != world or ranks != list(range(len(ranks))):
+            raise GeometryError(f"ranks {ranks} registered, expected all of 0..{world - 1}")
         groups: dict[str, GroupLayout] = {}
         for geometry in ordered:
             validate_geometry(geometry)
@@ -110,10 +124,8 @@ class CacheLayout:
 
     def shards(self) -> list[GroupShards]:
         """The groups as the store sees them."""
-        return [GroupShards(group.tag, group.num_shards) for group in self.groups]
+        return [GroupShards(group.tag, group.sizes_by_position()) for group in self.groups]
 
     def largest_row_bytes(self) -> int:
         """Bytes of the largest (chunk, object group), all shards together."""
-        # An attention chunk's tail repeats with its position; 64 chunks see every length of it.
-        ends = range(self.chunk_tokens, 65 * self.chunk_tokens, self.chunk_tokens)
-        return max(sum(group.shard_bytes(end)) for group in self.groups for end in ends)
+        return max(sum(sizes) for group in self.groups for sizes in group.sizes_by_position())

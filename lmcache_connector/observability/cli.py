@@ -1,0 +1,280 @@
+"""``lmcache-connector``: runs a cache server, and manages it or an engine's embedded cache.
+
+Exit codes: 0, 1 for a problem found, 2 for wrong usage. Loads neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from lmcache_connector.config import load_config, parse_endpoint, parse_size, parse_url
+from lmcache_connector.errors import ConnectorError
+from lmcache_connector.groups import ReuseKind, ReuseRule
+from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase
+from lmcache_connector.observability.doctor import run_checks
+from lmcache_connector.scheduler.hit import servable_boundary
+from lmcache_connector.server import messages
+from lmcache_connector.server.management import TIMEOUT_SECONDS, Ask, managing
+from lmcache_connector.server.run import run_server
+from lmcache_connector.server.sockets import our_endpoints
+
+# A terminal of any width, or long lines.
+console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Socket = Annotated[
+    str | None,
+    typer.Option(parser=parse_endpoint, help="ipc:///path; default: LMCACHE_SERVER."),
+]
+Size = Annotated[int | None, typer.Option(parser=parse_size, help="GiB, or text such as 512MiB.")]
+Tiers = Annotated[list[str] | None, typer.Option(parser=parse_url, help="URL; nearest first.")]
+Uids = Annotated[list[int] | None, typer.Option(help="Of other users who may connect.")]
+Namespace = Annotated[str | None, typer.Option(help="Which model's, as `status` names it.")]
+Tokens = Annotated[typer.FileText | None, typer.Option(help="Token ids: a JSON list, or spaced.")]
+Text = Annotated[typer.FileText | None, typer.Option(help="Text, a chat's template applied.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Directory of the tokenizer, for --text.")]
+Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
+
+
+@app.command()
+def server(
+    socket: Socket = None,
+    max_local_cpu_size: Size = None,
+    tier: Tiers = None,
+    floor: Size = None,
+    allow_uid: Uids = None,
+) -> None:
+    """Run a cache server for this host's engines.
+
+    --floor: so much of each model stays in the pool, whatever others store.
+    What is not given comes from LMCACHE_* and the file LMCACHE_CONFIG_FILE.
+    """
+    config, _, warnings = load_config({}, os.environ)
+    for warning in warnings:
+        typer.echo(warning, err=True)
+    endpoint = socket or config.server
+    if endpoint is None:
+        raise typer.BadParameter("give --socket ipc:///path, or set LMCACHE_SERVER")
+    size = max_local_cpu_size or config.max_local_cpu_bytes
+    run_server(endpoint, size, tier or config.tier_urls, floor or 0, allow_uid or [])
+
+
+@app.command()
+def status(
+    socket: Socket = None,
+    watch: Annotated[bool, typer.Option(help="Again each second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show engines, groups, pool, tiers and hit rates."""
+    endpoint = _endpoint(socket)
+    while True:
+        with managing(endpoint) as ask:
+            reply: messages.StatusReply = ask(messages.Status())
+        if as_json:
+            typer.echo(msgspec.json.encode(reply))
+        else:
+            if watch:
+                console.clear()
+            console.print(*_tables(reply), sep="\n")
+        if not watch:
+            return
+        time.sleep(1.0)
+
+
+@app.command("unpin", help="Let what `pin` kept be evicted again.")
+@app.command("pin", help="Keep what the pool holds of a prompt from being evicted.")
+@app.command("lookup", help="Tell how much of a prompt would hit, and which group limits it.")
+def _prompt_command(
+    ctx: typer.Context,
+    socket: Socket = None,
+    tokens: Tokens = None,
+    text: Text = None,
+    tokenizer: Tokenizer = None,
+    salt: Salt = None,
+    namespace: Namespace = None,
+) -> None:
+    ids = _token_ids(tokens, text, tokenizer)
+    is_lookup = ctx.info_name == "lookup"
+    with managing(_endpoint(socket)) as ask:
+        engine, hashes, found = _find(ask, ids, salt, namespace)
+        rows = 0 if is_lookup else ask(messages.Pin(hashes, ctx.info_name == "pin"))
+    if is_lookup:
+        return _report(engine, len(ids), found)
+    typer.echo(f"{rows} rows of {len(hashes)} chunks {ctx.info_name}ned")
+    raise typer.Exit(int(rows == 0))
+
+
+@app.command()
+def clear(
+    socket: Socket = None,
+    namespace: Namespace = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all models.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete what is cached of one model, or all of it, in the pool and in the tiers."""
+    if bool(namespace) == everything:
+        raise typer.BadParameter("give either --namespace, as `status` names it, or --all")
+    endpoint = _endpoint(socket)
+    if not yes:
+        typer.confirm(f"{endpoint}: delete {namespace or 'all'}, in its tiers too?", abort=True)
+    with managing(endpoint) as ask:
+        rows: int = ask(messages.ClearNamespace(namespace or ""))
+    typer.echo(f"{rows} rows deleted from the pool, and what the tiers held")
+
+
+@app.command()
+def doctor(socket: Socket = None) -> None:
+    """Check this host, the sockets, configuration, tiers and versions; say what to fix."""
+    states = set()
+    for check in run_checks(socket):
+        states.add(check.state)
+        typer.echo(f"{check.state:5} {check.what}{check.fix and ': '}{check.fix}")
+    raise typer.Exit(int("FAIL" in states))
+
+
+def main() -> None:
+    """The command. What users and peers can cause is told in one line."""
+    try:
+        app()
+    except (ConnectorError, OSError) as error:
+        for problem in getattr(error, "problems", [error]):
+            typer.echo(f"error: {problem}", err=True)
+        sys.exit(1)
+
+
+def salted_extra(salt: str, *, tagged: bool) -> Extra:
+    """What beside tokens enters the chunk hashes of a text request with a ``cache_salt``, as vLLM
+    gives it: ``tagged`` with the kind of key, or bare (0.30)."""
+    keys = (("cache_salt", salt) if tagged else salt,)
+    return lambda start, end: (keys, None, None) if start == 0 else None
+
+
+def _find(
+    ask: Ask, ids: list[int], salt: str | None, namespace: str | None
+) -> tuple[messages.InstanceStatus, list[bytes], messages.ProbeReply]:
+    """The engine whose prompt it is, the prompt's chunk hashes, and what is there of them."""
+    status: messages.StatusReply = ask(messages.Status())
+    engines = {e.namespace: e for e in status.instances if namespace in (None, e.namespace)}
+    if not engines:
+        raise ConnectorError("no such engine is attached: its chunk size and groups are not known")
+    if len(engines) > 1:
+        names = ", ".join(f"{name} ({engine.model})" for name, engine in engines.items())
+        raise typer.BadParameter(f"several models are attached, choose a --namespace: {names}")
+    (engine,) = engines.values()
+    for extra in [salted_extra(salt, tagged=kind) for kind in (False, True)] if salt else [None]:
+        chain = ChunkChain(TokenDatabase(engine.namespace_digest, engine.chunk_tokens))
+        chain.extend(lambda start, end: ids[start:end], len(ids), extra)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        probe = messages.Probe(engine.namespace, chain.hashes)
+        found: messages.ProbeReply = ask(probe)
+        while found.pending and time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = ask(probe)
+        if any(int(mask) for mask in (*found.in_pool.values(), *found.in_tiers.values())):
+            break
+    return engine, chain.hashes, found
+
+
+def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.ProbeReply) -> None:
+    tags = [group.tag for group in engine.groups]
+    rules = [ReuseRule(ReuseKind(group.kind), group.tokens) for group in engine.groups]
+    size = engine.chunk_tokens
+
+    def reach(masks: Mapping[str, int]) -> int:
+        present = [[masks[tag]] for tag in tags]
+        return servable_boundary(
+            rules, present, chunk_tokens=size, local_tokens=0, num_tokens=num_tokens
+        )
+
+    pool = {tag: int(found.in_pool.get(tag, 0)) for tag in tags}
+    held = {tag: pool[tag] | int(found.in_tiers.get(tag, 0)) for tag in tags}
+    full = dict.fromkeys(tags, (1 << num_tokens // size) - 1)
+    most, hit = reach(full), reach(held)
+    healed = {tag: reach({**held, tag: full[tag]}) for tag in tags}
+    typer.echo(
+        f"{num_tokens} tokens, {num_tokens // size} chunks of {size}: {reach(pool)} tokens hit in "
+        f"the pool, {hit} with the tiers; {most} are possible"
+    )
+    counts = ((tag, pool[tag].bit_count(), held[tag].bit_count(), healed[tag]) for tag in tags)
+    names = ("group", "chunks in pool", "with tiers", "would hit if complete")
+    console.print(_table("groups", [dict(zip(names, row, strict=True)) for row in counts]))
+    if found.pending:
+        typer.echo(f"the tiers did not answer within {TIMEOUT_SECONDS:g} s: they may hold more")
+    if hit < most:
+        one = [tag for tag in tags if healed[tag] > hit]
+        every = [tag for tag in tags if reach({**full, tag: held[tag]}) < most]
+        typer.echo(f"limited by {' or '.join(one) or ' and '.join(every)}")
+
+
+def _token_ids(
+    tokens: typer.FileText | None, text: typer.FileText | None, tokenizer: str | None
+) -> list[int]:
+    try:
+        if tokens is not None and text is None:
+            content = tokens.read().strip("[] \n").replace(",", " ")
+            return msgspec.convert(content.split(), _TokenIds, strict=False)
+        if text is None or tokens is not None or not tokenizer:
+            raise typer.BadParameter("give --tokens FILE, or --text FILE and --tokenizer DIRECTORY")
+        from transformers import AutoTokenizer
+
+        return list(AutoTokenizer.from_pretrained(tokenizer)(text.read())["input_ids"])
+    except (ImportError, ValueError) as error:
+        raise typer.BadParameter(f"the prompt cannot be read: {error}") from None
+
+
+def _endpoint(socket: str | None) -> str:
+    if chosen := socket or load_config({}, os.environ).config.server:
+        return chosen
+    found, _ = our_endpoints()
+    if len(found) != 1:
+        raise typer.BadParameter(f"give --socket; here listen: {', '.join(found) or 'none'}")
+    return found[0]
+
+
+def _tables(reply: messages.StatusReply) -> list[RenderableType]:
+    """All of a status, field by field."""
+    data = msgspec.to_builtins(reply)
+    for engine in data["instances"]:
+        del engine["namespace_digest"]
+        asked = engine["asked_rows"]
+        engine["hit_rate"] = f"{engine['found_rows'] / asked:.1%}" if asked else None
+        engine["groups_bytes"] = {g["tag"]: g["row_bytes"] for g in engine.pop("groups")}
+    data["pool"] = [{k: value for k, value in data["pool"].items() if k != "tiers"}]
+    data["namespaces"] = [{"namespace": k, **held} for k, held in data["namespaces"].items()]
+    tables = {name: data.pop(name) for name in ("instances", "pool", "namespaces", "tiers")}
+    return [_table(title, rows) for title, rows in {"server": [data], **tables}.items()]
+
+
+def _table(title: str, rows: Sequence[Mapping[str, object]]) -> RenderableType:
+    if not rows:
+        return f"{title}: none"
+    lines = [[name.replace("_", " ") for name in rows[0]]]
+    lines += [[_cell(name, value) for name, value in row.items()] for row in rows]
+    if len(rows[0]) > 5:  # too wide: one line per field
+        lines = list(map(list, zip(*lines, strict=True)))
+    table = Table(title=title, title_justify="left")
+    for head in lines[0]:
+        table.add_column(head, overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*line)
+    return table
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(name + key, item)}" for key, item in value.items())
+    if isinstance(value, int) and "_bytes" in name:
+        return f"{value / 2**20:,.1f} MiB" if value >> 20 else f"{value / 2**10:.1f} KiB"
+    return "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,301 @@
+"""What goes over the server's ZeroMQ socket: msgpack structs, versioned, never pickle.
+
+A request is [token, call id, message]; each gets exactly one reply [call id, result], errors
+included. The token comes from the memory socket (protocol.py), which knows who asks and of which
+version: it names a session, and the session's end there ends it here. Order within a session is
+kept. What a result looks like depends on the request: see ``_RESULTS``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Union
+
+import msgspec
+
+from lmcache_connector.groups import WorkerGeometry
+from lmcache_connector.metadata import SlotRef
+from lmcache_connector.server.protocol import decode
+from lmcache_connector.storage.base import (
+    ChunkHash,
+    Commit,
+    LookupReply,
+    LookupState,
+    NewRow,
+    Row,
+    RowKey,
+    StoreStats,
+    TierCounters,
+)
+
+MAX_MESSAGE_BYTES = 16 << 20
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
+_Chunks = Annotated[list[ChunkHash], msgspec.Meta(max_length=1 << 17)]
+_Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class Message(msgspec.Struct):
+    """What can be asked for."""
+
+
+class RegisterKVCache(Message, tag="REGISTER_KV_CACHE"):
+    """An engine core introduces itself: first message of a session that stores or loads.
+
+    Each rank's geometry carries its ``list[EngineGroupInfo]`` and its kernel groups.
+    """
+
+    # Names an engine core: its workers say it too, before anybody else could tell them.
+    instance: _Name
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    # 32 bytes that chunk hashes are chained from (keys.TokenDatabase).
+    namespace: ChunkHash
+    geometries: Annotated[list[WorkerGeometry], msgspec.Meta(max_length=1024)]
+    # Unique to one life of it: only the same one goes on with what it had open.
+    life: _Name = ""
+    # Still open after an earlier session was lost; whatever else the server holds is ended.
+    open_loads: list[int] = []
+    open_stores: list[int] = []
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """``resumed``: loads and stores named as open are. Else they are unknown here."""
+
+    resumed: bool
+    has_tiers: bool
+
+
+class Lookup(Message, tag="LOOKUP"):
+    lookup_id: int
+    chunk_hashes: _Chunks
+    first_chunk: _Position
+
+
+class Narrow(Message, tag="NARROW"):
+    lookup_id: int
+    keep: list[RowKey]
+
+
+class Release(Message, tag="RELEASE"):
+    lookup_id: int
+
+
+class PrepareLoad(Message, tag="PREPARE_RETRIEVE"):
+    load_id: int
+    lookup_id: int
+    wanted: list[RowKey]
+
+
+class CompleteLoad(Message, tag="COMPLETE_RETRIEVE"):
+    load_id: int
+    drop: list[RowKey]
+
+
+class PrepareStore(Message, tag="PREPARE_STORE"):
+    store_id: int
+    rows: list[NewRow]
+    prefix: _Chunks
+
+
+class CompleteStore(Message, tag="COMPLETE_STORE"):
+    store_id: int
+    commits: list[Commit]
+
+
+class Clear(Message, tag="CLEAR"):
+    """Of a session: ``Store.clear``. What the tiers and other engines have stays."""
+
+    namespace: ChunkHash
+
+
+class Unregister(Message, tag="UNREGISTER"):
+    """The engine core shuts down; its workers' connections end on their own."""
+
+
+class Ping(Message, tag="PING"):
+    """The answer is whether all workers of the session have mapped the pool."""
+
+
+class Stats(Message, tag="STATS"):
+    """``Store.stats``. With ``open``, (loads, stores), ``Store.check_integrity`` first."""
+
+    open: tuple[list[int], list[int]] | None = None
+
+
+class Status(Message, tag="STATUS"):
+    """Management: what the whole server holds. Answered by StatusReply."""
+
+
+class Probe(Message, tag="PROBE"):
+    """Management: which rows of a prompt's chunks are there, without pinning anything. Repeat it
+    while the answer is pending."""
+
+    # As in InstanceStatus.
+    namespace: _Name
+    chunk_hashes: _Chunks
+
+
+class ClearNamespace(Message, tag="CLEAR_NAMESPACE"):
+    """Management: delete a namespace's rows, in the pool and in the tiers. The answer is how
+    many were in the pool. Named as in StatusReply; "" is all of them."""
+
+    namespace: _Name
+
+
+class Pin(Message, tag="PIN"):
+    """Management: keep the rows of these chunks that are in the pool from being evicted, until
+    unpinned. The answer is how many there are."""
+
+    chunk_hashes: _Chunks
+    pinned: bool
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    """An object group of a registration."""
+
+    tag: str
+    # groups.ReuseRule: kind and tokens
+    kind: str
+    tokens: int
+    # Bytes of a chunk's row, the largest.
+    row_bytes: int
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """A registered engine core."""
+
+    instance: str
+    model: str
+    namespace: str
+    # 32 bytes: TokenDatabase(namespace_digest, chunk_tokens)
+    namespace_digest: bytes
+    chunk_tokens: int
+    num_ranks: int
+    # All ranks have mapped the pool.
+    ready: bool
+    groups: list[GroupStatus]
+    open_loads: int
+    open_stores: int
+    # Rows asked for by LOOKUP and rows found, since the registration.
+    asked_rows: int
+    found_rows: int
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """What of one namespace is in the pool."""
+
+    rows: int
+    num_bytes: int
+    pinned_rows: int
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """One tier, nearest first."""
+
+    url: str
+    usable: bool
+    used_bytes: int | None
+    capacity_bytes: int | None
+    counters: TierCounters
+
+
+class StatusReply(msgspec.Struct, frozen=True):
+    version: str
+    pid: int
+    incarnation: str
+    uptime_seconds: float
+    embedded: bool
+    pool: StoreStats
+    floor_bytes: int
+    instances: list[InstanceStatus]
+    namespaces: dict[str, NamespaceStatus]
+    tiers: list[TierStatus]
+
+
+class ProbeReply(msgspec.Struct, frozen=True):
+    """By group tag, bit i = the row of ``chunk_hashes[i]`` is there; whole rows, not shards."""
+
+    # The tiers have not answered yet.
+    pending: bool
+    # Decimal numbers: masks are longer than 64 bits.
+    in_pool: dict[str, str]
+    in_tiers: dict[str, str]
+
+
+class _Found(msgspec.Struct, array_like=True):
+    """A LookupReply with hexadecimal masks: they are longer than 64 bits."""
+
+    state: LookupState
+    present: list[list[str]]
+
+
+class Request(msgspec.Struct, array_like=True):
+    """``message`` is looked at once the token is known to be good."""
+
+    token: Annotated[str, msgspec.Meta(max_length=64)]
+    call: Annotated[int, msgspec.Meta(ge=0)]
+    message: msgspec.Raw
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """``error``: why there is no result. ``renew``: register anew, the session is not known."""
+
+    call: int
+    result: msgspec.Raw
+    error: str | None = None
+    renew: bool = False
+
+
+# What each is answered with; the others with None.
+_RESULTS: dict[type[Message], Any] = {
+    RegisterKVCache: Registered,
+    Lookup: _Found | None,
+    Narrow: LookupState,
+    PrepareLoad: list[Row] | None,
+    PrepareStore: list[list[SlotRef]],
+    Ping: bool,
+    Stats: StoreStats,
+    Status: StatusReply,
+    Probe: ProbeReply,
+    ClearNamespace: int,
+    Pin: int,
+}
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(Request)
+_messages = msgspec.msgpack.Decoder(Union[tuple(Message.__subclasses__())])  # noqa: UP007
+_replies = msgspec.msgpack.Decoder(Reply)
+_results = {kind: msgspec.msgpack.Decoder(_RESULTS.get(kind)) for kind in Message.__subclasses__()}
+
+
+def encode_request(token: str, call: int, message: Message) -> bytes:
+    """A server takes MAX_MESSAGE_BYTES of it."""
+    return _encode(Request(token, call, msgspec.Raw(_encode(message))))
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises ProtocolError for anything but a request, of whatever message."""
+    return decode(_requests, data)
+
+
+def decode_message(request: Request) -> Message:
+    """Raises ProtocolError for anything but a message."""
+    message: Message = decode(_messages, request.message)
+    return message
+
+
+def encode_reply(call: int, result: object, error: str | None = None, renew: bool = False) -> bytes:
+    """See ``Reply``."""
+    if isinstance(result, LookupReply):
+        result = _Found(result.state, [[f"{m:x}" for m in shards] for shards in result.present])
+    return _encode(Reply(call, msgspec.Raw(_encode(result)), error, renew))
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Raises ProtocolError for anything but a reply."""
+    return decode(_replies, data)
+
+
+def decode_result(message: Message, reply: Reply) -> Any:
+    """What the message is answered with. Raises ProtocolError when this is something else."""
+    result = decode(_results[type(message)], reply.result)
+    if isinstance(result, _Found):
+        return LookupReply(result.state, [[int(m, 16) for m in s] for s in result.present])
+    return result

@@ -1,0 +1,368 @@
+"""``StoreSession``: one client's open lookups, loads and stores on a ``StorageEngine``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from lmcache_connector.metadata import PoolRef, SlotRef
+from lmcache_connector.storage.base import (
+    Commit,
+    GroupShards,
+    LookupReply,
+    LookupState,
+    NewRow,
+    Row,
+    RowKey,
+    StoreStats,
+)
+from lmcache_connector.storage.index import Entry
+from lmcache_connector.storage.tiering import Question
+
+if TYPE_CHECKING:
+    from lmcache_connector.storage.engine import StorageEngine
+
+
+class Lease(NamedTuple):
+    """Slots that a worker may be writing to. Only ``complete_store`` ends it, never a clock."""
+
+    generation: int
+    namespace: str
+    # An empty list for a row that was kept already.
+    items: list[list[SlotRef]]
+
+
+@dataclass(eq=False)
+class Looking:
+    """An open lookup. Changed with the engine's lock held."""
+
+    namespace: str
+    chunk_hashes: list[bytes]
+    first_chunk: int
+    # Each once, in the order of the chunks asked for.
+    pinned: dict[RowKey, Entry] = field(default_factory=dict)
+    question: Question | None = None
+    # To be given again until the question is answered; as long as its pins are there.
+    reply: LookupReply | None = None
+    fetching: set[RowKey] = field(default_factory=set)
+    # Rows that a tier seemed to have.
+    failed: set[RowKey] = field(default_factory=set)
+    # What it is narrowed to, as long as there is nothing to do but to wait for fetches.
+    awaited: Sequence[RowKey] | None = None
+
+    @cached_property
+    def positions(self) -> dict[bytes, int]:
+        """Chunk hash -> its index."""
+        return {chunk_hash: index for index, chunk_hash in enumerate(self.chunk_hashes)}
+
+    def fetched(self, key: RowKey, entry: Entry | None) -> None:
+        """A fetch has ended: pin what it brought."""
+        if key not in self.fetching:
+            return  # released by now, or narrowed to others
+        self.fetching.discard(key)
+        if entry is None:
+            self.failed.add(key)
+            self.awaited = None
+        elif key not in self.pinned:
+            entry.pins += 1
+            self.pinned[key] = entry
+
+
+class StoreSession:
+    """See ``Store`` for the contract of each verb.
+
+    Raises:
+        ValueError: from ``prepare_*`` and ``complete_*``: an id used twice or not open, or
+            commits that do not fit their lease. Nothing has changed then.
+    """
+
+    def __init__(
+        self,
+        engine: StorageEngine,
+        namespace: bytes,
+        groups: Sequence[GroupShards],
+        pool_ref: PoolRef,
+    ) -> None:
+        self.pool_ref = pool_ref
+        self.groups = {group.tag: group for group in groups}
+        self.namespace_digest = namespace
+        self.leases: dict[int, Lease] = {}
+        self.asked_rows = 0
+        self.found_rows = 0
+        self._engine = engine
+        self._rows = engine.rows
+        self._lookups: dict[int, Looking] = {}
+        self._loads: dict[int, list[Entry]] = {}
+        # Counts calls of clear.
+        self._generation = 0
+
+    @property
+    def namespace(self) -> str:
+        """As in names of values: 16 hex digits."""
+        return self.namespace_digest.hex()[:16]
+
+    @property
+    def has_tiers(self) -> bool:
+        return self._engine.tiering is not None
+
+    @property
+    def num_lookups(self) -> int:
+        """How many lookups are open."""
+        return len(self._lookups)
+
+    @property
+    def num_loads(self) -> int:
+        """How many loads are open."""
+        return len(self._loads)
+
+    # ---- loads ----------------------------------------------------------------------------------
+
+    def lookup(
+        self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
+    ) -> LookupReply:
+        with self._engine.lock:
+            look = self._lookups.get(lookup_id)
+            if look is None or look.chunk_hashes != list(chunk_hashes):
+                self._release(lookup_id)
+                look = Looking(self.namespace, list(chunk_hashes), first_chunk)
+                self._lookups[lookup_id] = look
+            elif look.reply is not None and look.question is not None and not look.question.done:
+                return look.reply
+            entries, masks = self._rows.index.find(chunk_hashes)
+            found = {entry.key: entry for entry in entries}
+            for entry in found.values():
+                entry.pins += 1
+            self._rows.unpin(look.pinned.values())
+            look.pinned = found
+            look.awaited = None
+            state = self._ask_tiers(look, masks)
+            if state is LookupState.READY and not look.failed:
+                self.asked_rows += len(chunk_hashes) * len(self.groups)
+                self.found_rows += sum(mask.bit_count() for mask in masks.values())
+            groups = self.groups.items()
+            present = [[masks.get(tag, 0)] * group.num_shards for tag, group in groups]
+            look.reply = LookupReply(state, present)
+            return look.reply
+
+    def _ask_tiers(self, look: Looking, masks: dict[str, int]) -> LookupState:
+        """Add to ``masks`` what is in a tier only."""
+        if self._engine.tiering is None:
+            return LookupState.READY
+        if look.question is None:
+            missing = [
+                (chunk_hash, tag)
+                for chunk_hash in look.chunk_hashes
+                for tag in self.groups
+                if (chunk_hash, tag) not in look.pinned
+            ]
+            look.question = self._engine.tiering.ask(self.namespace, missing)
+        if not look.question.done:
+            return LookupState.PENDING
+        found = look.question.found.keys() - look.failed
+        for position, chunk_hash in enumerate(look.chunk_hashes if found else ()):
+            for tag in self.groups:
+                if (chunk_hash, tag) in found:
+                    masks[tag] = masks.get(tag, 0) | 1 << position
+        return LookupState.READY
+
+    def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
+        with self._engine.lock:
+            look = self._lookups.get(lookup_id)
+            if look is None:
+                return LookupState.GONE if keep else LookupState.READY
+            if look.fetching and look.awaited == keep:
+                return LookupState.PENDING
+            look.reply = None
+            wanted = set(keep)
+            chunks = {chunk_hash for chunk_hash, _ in wanted}
+            for key, entry in list(look.pinned.items()):
+                if key[0] in chunks:
+                    entry.follows = key in wanted
+                if key not in wanted:
+                    self._rows.unpin([look.pinned.pop(key)])
+            look.fetching &= wanted
+            state = self._fetch_missing(look, keep)
+            look.awaited = keep if state is LookupState.PENDING else None
+            if state is LookupState.READY and keep:
+                self._rows.index.touch(keep[-1][0])
+                self._engine.persist(look.pinned.values())
+            elif not keep:
+                self._release(lookup_id)
+            return state
+
+    def _fetch_missing(self, look: Looking, keep: Sequence[RowKey]) -> LookupState:
+        for key in keep:
+            if key in look.pinned or key in look.fetching:
+                continue
+            entry = self._rows.index.get(key)
+            if entry is not None:
+                entry.pins += 1
+                look.pinned[key] = entry
+                continue
+            found = look.question.found if look.question is not None else {}
+            if key in look.failed or key not in found:
+                look.failed.add(key)
+                return LookupState.GONE
+            position = look.positions[key[0]]
+            sizes = self.groups[key[1]].row_sizes(look.first_chunk + position)
+            parent = look.chunk_hashes[position - 1] if position else None
+            if not self._engine.fetch(look, key, parent, sizes, found[key]):
+                look.failed.add(key)
+                return LookupState.GONE
+            look.fetching.add(key)
+        return LookupState.PENDING if look.fetching else LookupState.READY
+
+    def release(self, lookup_id: int) -> None:
+        with self._engine.lock:
+            self._release(lookup_id)
+
+    def _release(self, lookup_id: int) -> None:
+        look = self._lookups.pop(lookup_id, None)
+        if look is not None:
+            look.fetching.clear()
+            self._rows.unpin(look.pinned.values())
+
+    def prepare_load(
+        self, load_id: int, lookup_id: int, wanted: Sequence[RowKey]
+    ) -> list[Row] | None:
+        with self._engine.lock:
+            if load_id in self._loads:
+                raise ValueError(f"load {load_id} is already open")
+            look = self._lookups.get(lookup_id)
+            held = look.pinned if look is not None else {}
+            loading = [held.get(key) for key in dict.fromkeys(wanted)]
+            entries = [entry for entry in loading if entry is not None and not entry.dead]
+            rows = None
+            if len(entries) == len(loading):
+                for entry in entries:
+                    entry.pins += 1
+                self._loads[load_id] = entries
+                rows = [held[key].row for key in wanted]
+            self._release(lookup_id)
+            return rows
+
+    def complete_load(self, load_id: int, drop: Sequence[RowKey] = ()) -> None:
+        with self._engine.lock:
+            if load_id not in self._loads:
+                raise ValueError(f"load {load_id} is not open")
+            entries = self._loads.pop(load_id)
+            dropped = set(drop)
+            for entry in entries:
+                if entry.key in dropped:
+                    self._rows.remove(entry)
+            self._rows.unpin(entries)
+
+    # ---- stores ---------------------------------------------------------------------------------
+
+    def prepare_store(
+        self, store_id: int, rows: Sequence[NewRow], prefix: Sequence[bytes]
+    ) -> list[list[SlotRef]]:
+        with self._engine.lock:
+            if store_id in self.leases:
+                raise ValueError(f"store {store_id} is already open")
+            there = [self._rows.index.get(row.key) if row.key else None for row in rows]
+            kept = [entry for entry in there if entry is not None]
+            sizes = [row.sizes for row, entry in zip(rows, there, strict=True) if entry is None]
+            for entry in kept:  # does not make room for the others
+                entry.pins += 1
+            reserved = self._rows.reserve(sizes, prefix, self.namespace)
+            self._rows.unpin(kept)
+            self._engine.refused += len(sizes) - len(reserved)
+            items: list[list[SlotRef]] = []
+            slots = iter(reserved)
+            for existing in there:
+                item: list[SlotRef] | None = next(slots, None) if existing is None else []
+                if item is None:
+                    break
+                items.append(item)
+            if any(items):
+                self.leases[store_id] = Lease(self._generation, self.namespace, items)
+            return items
+
+    def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
+        with self._engine.lock:
+            lease = self.leases.get(store_id)
+            if lease is None:
+                raise ValueError(f"store {store_id} is not open")
+            self._check_commits(lease, commits)
+            del self.leases[store_id]
+            unused = {index: slots for index, slots in enumerate(lease.items) if slots}
+            if lease.generation == self._generation:
+                published: list[Entry] = []
+                for commit in commits:
+                    key = (commit.chunk_hash, commit.group)
+                    row = Row(unused.pop(commit.index), list(commit.digests))
+                    entry = self._rows.publish(key, commit.parent, row, lease.namespace)
+                    published += [entry] if entry is not None else []
+                self._engine.persist(published)
+                inner = {commit.parent for commit in commits}
+                for chunk_hash in dict.fromkeys(commit.chunk_hash for commit in commits):
+                    if chunk_hash not in inner:
+                        self._rows.index.touch(chunk_hash)
+            for slots in unused.values():
+                self._rows.free(slots)
+
+    def _check_commits(self, lease: Lease, commits: Sequence[Commit]) -> None:
+        seen: set[int] = set()
+        for commit in commits:
+            if not 0 <= commit.index < len(lease.items) or commit.index in seen:
+                raise ValueError(f"commit of row {commit.index} of {len(lease.items)}")
+            seen.add(commit.index)
+            group = self.groups.get(commit.group)
+            expected = group.num_shards if group is not None else None
+            counts = (len(lease.items[commit.index]), len(commit.digests))
+            if counts != (expected, expected):
+                raise ValueError(
+                    f"group {commit.group!r} has {expected} shards, the commit brings slots and "
+                    f"digests of {counts}"
+                )
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def clear(self, namespace: bytes) -> None:
+        with self._engine.lock:
+            self._generation += 1
+            self.namespace_digest = namespace
+            if not self._engine.shared:
+                for entry in list(self._rows.index.entries()):
+                    self._rows.remove(entry)
+
+    def stats(self) -> StoreStats:
+        return self._engine.stats()
+
+    def check_integrity(self, loads: Collection[int], stores: Collection[int]) -> None:
+        self._engine.check_integrity()
+        assert self._loads.keys() <= set(loads), f"{list(self._loads)} loads open, not {loads}"
+        assert self.leases.keys() == set(stores), f"{list(self.leases)} stores, not {stores}"
+
+    def pinned(self) -> list[Collection[Entry]]:
+        """Rows that open lookups and loads hold. The engine's lock is held."""
+        return [*(look.pinned.values() for look in self._lookups.values()), *self._loads.values()]
+
+    def end_lookups(self) -> None:
+        """The client cannot go on with its lookups."""
+        with self._engine.lock:
+            for lookup_id in list(self._lookups):
+                self._release(lookup_id)
+
+    def keep_only(self, loads: Collection[int], stores: Collection[int]) -> None:
+        """End every load and store but these; no worker was told of the others, or all of its
+        workers are done with them."""
+        with self._engine.lock:
+            for load_id in self._loads.keys() - set(loads):
+                self._rows.unpin(self._loads.pop(load_id))
+            for store_id in self.leases.keys() - set(stores):
+                for slots in self.leases.pop(store_id).items:
+                    self._rows.free(slots)
+
+    def abandon(self) -> None:
+        """The client and its workers are gone: nobody touches a slot any more."""
+        self.end_lookups()
+        self.keep_only((), ())
+        with self._engine.lock:
+            self._engine.sessions.discard(self)
+
+    def close(self) -> None:
+        self.abandon()

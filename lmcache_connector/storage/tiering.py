@@ -1,0 +1,270 @@
+"""``Tiering``: the threads that ask, read and write the tiers, and what they think of each.
+
+A tier that fails or hangs is left alone for a while: requests must not wait for it again and
+again. Nothing here is called with the engine's lock held for longer than it takes to queue a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from lmcache_connector.errors import StartupError
+from lmcache_connector.log import init_logger, warn_every
+from lmcache_connector.metadata import SlotRef
+from lmcache_connector.storage.base import Row, RowKey, TierCounters
+from lmcache_connector.storage.pool import MemoryPool
+from lmcache_connector.storage.tiers.base import (
+    Tier,
+    TierError,
+    header_bytes,
+    open_tier,
+    pack_header,
+    parse_tier_url,
+    unpack_header,
+    value_name,
+)
+
+logger = init_logger(__name__)
+
+Work = Literal["ask", "read", "write"]
+# More readers hide the latency of remote tiers; values are large enough that a few suffice. A
+# question must not wait behind the reads of other requests.
+_THREADS: dict[Work, int] = {"ask": 2, "read": 4, "write": 2}
+# Reads are as many as lookups ask for, each soon given up by its deadline.
+_MAX_WRITES = 4096
+# How long a tier that failed is left alone; a call that takes longer than _STALL counts as hung.
+_SUSPEND_SECONDS = 5.0
+_STALL_SECONDS = 5.0
+_FLUSH_SECONDS = 5.0
+
+# Run with the tier, or with None when the job was given up before its turn.
+Job = Callable[[Tier | None], None]
+
+
+class Question:
+    """Which of many rows the tiers have. ``found`` is complete once ``done``."""
+
+    def __init__(self) -> None:
+        # Key -> index of the nearest tier that has it.
+        self.found: dict[RowKey, int] = {}
+        self.done = False
+
+
+class Channel:
+    """One tier with its threads, counters and health."""
+
+    def __init__(self, url: str, tier: Tier) -> None:
+        self.url = url
+        self.tier = tier
+        self.counters = TierCounters()
+        self._lock = threading.Lock()
+        self._suspended_until = 0.0
+        # Thread -> when its call began.
+        self._calls: dict[int, float] = {}
+        self._jobs: dict[Work, queue.Queue[Job | None]] = {
+            work: queue.Queue(_MAX_WRITES if work == "write" else 0) for work in _THREADS
+        }
+        self._threads = [
+            threading.Thread(target=self._run, args=(jobs,), name="lmcache-tier", daemon=True)
+            for work, jobs in self._jobs.items()
+            for _ in range(_THREADS[work])
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def count(self, **increments: int) -> None:
+        """Add to counters."""
+        with self._lock:
+            for name, increment in increments.items():
+                setattr(self.counters, name, getattr(self.counters, name) + increment)
+
+    def snapshot(self) -> TierCounters:
+        """The counters as they are now."""
+        with self._lock:
+            return msgspec.structs.replace(self.counters)
+
+    def is_usable(self) -> bool:
+        """Whether it is worth asking now."""
+        now = time.monotonic()
+        with self._lock:
+            hung = any(now - began > _STALL_SECONDS for began in self._calls.values())
+        return not hung and now >= self._suspended_until
+
+    def submit(self, job: Job, work: Work) -> bool:
+        """Queue a job; False when there are too many or the tier is left alone."""
+        if not self.is_usable():
+            return False
+        try:
+            self._jobs[work].put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    def _run(self, jobs: queue.Queue[Job | None]) -> None:
+        ident = threading.get_ident()
+        while (job := jobs.get()) is not None:
+            usable = self.is_usable()
+            with self._lock:
+                self._calls[ident] = time.monotonic()
+            try:
+                job(self.tier if usable else None)
+            except TierError as error:
+                self.count(errors=1)
+                until = time.monotonic() + _SUSPEND_SECONDS
+                self._suspended_until = max(until, self._suspended_until)
+                warn_every(
+                    logger,
+                    self.url,
+                    60.0,
+                    f"tier {self.url}: {error}; it is left alone for {_SUSPEND_SECONDS:.0f} s",
+                )
+            except Exception:
+                # Whoever waits for the job does so with a deadline.
+                logger.exception("tier %s: a job has failed", self.url)
+            finally:
+                with self._lock:
+                    del self._calls[ident]
+                jobs.task_done()
+
+    def close(self, deadline: float) -> None:
+        """Write what is queued until ``deadline``, then end the threads that are not hung."""
+        writes = self._jobs["write"]
+        while writes.unfinished_tasks and time.monotonic() < deadline and self.is_usable():
+            time.sleep(0.005)
+        if left := writes.unfinished_tasks:
+            logger.warning("tier %s: %d rows were not written in time", self.url, left)
+        self._suspended_until = math.inf  # nothing is queued any more
+        for work, jobs in self._jobs.items():
+            with contextlib.suppress(queue.Empty):
+                while (job := jobs.get_nowait()) is not None:
+                    job(None)
+            for _ in range(_THREADS[work]):
+                jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline + 0.5 - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self.tier.close()
+
+
+class Tiering:
+    """All tiers of one pool, nearest first."""
+
+    def __init__(self, tiers: Sequence[tuple[str, Tier]], memory: Sequence[memoryview]) -> None:
+        self._memory = memory
+        for _, tier in tiers:
+            for extent in memory:
+                tier.register(extent)
+        self.channels = [Channel(url, tier) for url, tier in tiers]
+
+    def ask(self, namespace: str, keys: Sequence[RowKey]) -> Question:
+        """Ask the tiers in turn, in the background, one call each."""
+        question = Question()
+        self._ask(question, namespace, list(keys), 0)
+        return question
+
+    def _ask(self, question: Question, namespace: str, keys: list[RowKey], index: int) -> None:
+        def job(tier: Tier | None) -> None:
+            unknown = keys
+            try:
+                if tier is not None:
+                    names = [value_name(namespace, *key) for key in keys]
+                    present = tier.contains(names)
+                    unknown = []
+                    for key, there in zip(keys, present, strict=True):
+                        if there:
+                            question.found[key] = index
+                        else:
+                            unknown.append(key)
+            finally:
+                self._ask(question, namespace, unknown, index + 1)
+
+        while keys and index < len(self.channels):
+            if self.channels[index].submit(job, "ask"):
+                return
+            index += 1
+        question.done = True
+
+    def read(
+        self, channel: Channel, tier: Tier, name: str, slots: Sequence[SlotRef]
+    ) -> list[int] | None:
+        """Fill slots with a row and check it; its digests, or None when it cannot be had.
+
+        Raises:
+            TierError: the tier did not do as asked.
+        """
+        views = [self._view(slot) for slot in slots]
+        header = bytearray(header_bytes(len(slots)))
+        if not tier.get(name, [memoryview(header), *views]):
+            return None
+        digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])
+        if digests != [xxhash.xxh3_64_intdigest(view) if len(view) else 0 for view in views]:
+            channel.count(corrupt_rows=1)
+            warn_every(
+                logger,
+                f"damaged {channel.url}",
+                60.0,
+                f"tier {channel.url}: {name} is damaged and removed",
+            )
+            tier.remove(name)
+            return None
+        channel.count(hit_rows=1, read_bytes=sum(map(len, views)))
+        return digests
+
+    def write(self, channel: Channel, tier: Tier, name: str, row: Row) -> None:
+        """Put a row.
+
+        Raises:
+            TierError: the tier did not do as asked.
+        """
+        header = pack_header(name, [slot.nbytes for slot in row.slots], row.digests)
+        views = [self._view(slot) for slot in row.slots]
+        tier.put(name, [memoryview(header), *views])
+        channel.count(written_bytes=sum(map(len, views)))
+
+    def _view(self, slot: SlotRef) -> memoryview:
+        if not slot.nbytes:
+            return memoryview(bytearray())
+        return self._memory[slot.extent][slot.offset : slot.offset + slot.nbytes]
+
+    def clear(self, namespace: str) -> None:
+        """Delete a namespace's values, in the background."""
+        for channel in self.channels:
+            channel.submit(lambda tier: None if tier is None else tier.clear(namespace), "write")
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and end the threads."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        for channel in self.channels:
+            channel.close(deadline)
+
+
+def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
+    """Open the tiers of a pool; None when there are no URLs.
+
+    Raises:
+        StartupError: holds the problems of all URLs.
+    """
+    problems: list[str] = []
+    tiers: list[tuple[str, Tier]] = []
+    for text in urls:
+        try:
+            url = parse_tier_url(text)
+            tiers.append((url.text, open_tier(url)))
+        except StartupError as error:
+            problems.extend(error.problems)
+        except TierError as error:
+            problems.append(f"tiers: {text} cannot be used: {error}")
+    if problems:
+        for _, tier in tiers:
+            tier.close()
+        raise StartupError(problems)
+    return Tiering(tiers, pool.map()) if tiers else None

@@ -1,0 +1,125 @@
+"""``redis://host:port/db`` and ``rediss://`` (TLS): Redis or Valkey; ``cluster=true``: a cluster.
+
+Options: ``timeout``, the seconds a call may take in all (5); ``ttl``, the seconds a value lives
+(for ever). Credentials come from LMCACHE_REDIS_USERNAME and LMCACHE_REDIS_PASSWORD, or
+LMCACHE_REDIS_PASSWORD_FILE. What the server evicts is a miss; no room is a TierError.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
+from redis.retry import Retry
+
+from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.tiers import base
+from lmcache_connector.storage.tiers.redis_connection import Connection, TlsConnection, call
+
+_BATCH = 1000
+# What redis-py makes of replies that make no sense.
+_NONSENSE = (ValueError, TypeError, LookupError, RecursionError)
+
+
+class RedisTier:
+    """See ``Tier``. The server may be absent when it is made."""
+
+    def __init__(self, url: base.TierUrl) -> None:
+        times = {"timeout": base.parse_seconds, "ttl": base.parse_seconds}
+        options: Any = base.take_options(url, times | {"cluster": base.parse_flag})
+        cluster = options.get("cluster", False)
+        self._secret = os.environ.get("LMCACHE_REDIS_PASSWORD")
+        file = os.environ.get("LMCACHE_REDIS_PASSWORD_FILE")
+        try:
+            database, named = int(url.path.strip("/") or 0), urlsplit(url.text)
+            if not named.hostname or named.port == 0 or (database and cluster):
+                raise ValueError(f"it must be {url.scheme}://host:port/N, N = 0 in a cluster")
+            if file:
+                self._secret = Path(file).read_text(errors="replace").strip()
+        except (ValueError, OSError) as error:
+            raise ConfigError([f"tiers: {url.text}: {error}"]) from None
+        self._where, self._timeout = url.text, options.get("timeout", 5.0)
+        self._expiry = [b"PX", b"%d" % (options["ttl"] * 1000)] if "ttl" in options else []
+        arguments = {
+            "connection_class": TlsConnection if url.scheme == "rediss" else Connection,
+            "protocol": 2,  # in 3 servers may speak unasked
+            "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
+            "username": os.environ.get("LMCACHE_REDIS_USERNAME"),
+            "password": self._secret,
+        } | ({} if cluster else {"db": database})
+        kind: Any = redis.RedisCluster if cluster else redis.Redis
+        self._connect = partial(kind.from_url, f"redis://{url.host}", **arguments)
+        self._client: Any = None
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[Any]:
+        call.deadline = time.monotonic() + self._timeout
+        try:
+            # Only now: a cluster's client asks for its nodes when it is made.
+            client = self._client = self._client or self._connect()
+            yield client
+        except (RedisError, RedisClusterException, OSError, *_NONSENSE) as error:
+            if isinstance(error, RedisClusterException):
+                self._client = None  # nodes may all have moved: begin anew with the URL's host
+            text = f"{self._where}: {name}: {type(error).__name__}: {error}"
+            # A server may quote the command that it did not like: AUTH.
+            raise base.TierError(text.replace(self._secret or "\n", "***")[:400]) from None
+
+    def register(self, memory: memoryview) -> None:
+        pass
+
+    def contains(self, names: Sequence[str]) -> list[bool]:
+        with self._call("contains") as client:
+            return [reply == 1 for reply in _pipeline(client, "EXISTS", map(_key, names))]
+
+    def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
+        with self._call("get") as client:
+            return bool(client.execute_command("GET", _key(name), buffers))
+
+    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
+        with self._call("put") as client:
+            client.execute_command("SET", _key(name), buffers, *self._expiry)
+
+    def remove(self, name: str) -> None:
+        with self._call("remove") as client:
+            client.execute_command("UNLINK", _key(name))
+
+    def clear(self, namespace: str) -> None:
+        start = _key(f"{namespace}/")
+        with self._call("clear") as client:
+            found = client.scan_iter(match=start + b"*", count=_BATCH)
+            keys = (key for key in found if key.startswith(start))
+            while batch := list(islice(keys, _BATCH)):
+                _pipeline(client, "UNLINK", batch)
+
+    def stats(self) -> base.TierStats:
+        return base.TierStats()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+open_url = RedisTier
+
+
+def _key(name: str) -> bytes:
+    return b"lmcache:" + name.encode()
+
+
+def _pipeline(client: Any, command: str, keys: Iterable[bytes]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.execute_command(command, key)
+    replies: list[Any] = pipeline.execute()
+    return replies
