@@ -165,6 +165,8 @@ def parse_url(value: object) -> str:
 
 
 def _parse_urls(value: object) -> tuple[str, ...]:
+    if value is None or value == "none":
+        return ()
     urls = [url for url in value.split(",") if url] if isinstance(value, str) else value
     if not isinstance(urls, list | tuple):
         raise ValueError("expected a list of URLs, nearest first (or text with commas between)")

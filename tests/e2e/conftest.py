@@ -237,17 +237,14 @@ scheduler.match = match
             self.use(load=True, store=True)
         return self._cold_answers[key]
 
-    def fill(self, prompt: list[int], *, settle: bool = False) -> None:
-        """Store a prompt's chunks, every boundary's state included. ``settle``: the tiers have
-        each chunk before the next comes."""
+    def fill(self, prompt: list[int]) -> None:
+        """Store a prompt's chunks, every boundary's state included."""
         self.use(load=False, store=True)
-        if self.family == "qwen3next" or settle:
+        if self.family == "qwen3next":
             for end in range(self.chunk, len(prompt), self.chunk):
                 # A step that ends at the boundary leaves its state.
                 self.engine.reset_local()
                 self.engine.one(prompt[: end + 1], max_tokens=1)
-                if settle:
-                    self.engine.settle()
         self.engine.reset_local()
         self.engine.one(prompt, max_tokens=1)
         self.engine.reset_local()

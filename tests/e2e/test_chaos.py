@@ -328,3 +328,253 @@ def test_an_engine_that_was_stopped_inside_a_copy(
     filler.settle()
     house.quiet(2)
     assert house.audit([prompt, *others]) > 0
+
+
+class Chaos:
+    """Serves requests on both engines, a thread each, while a plan that follows from the seed is
+    carried out. Some of the requests are issued with every event."""
+
+    def __init__(
+        self, house: House, prompts: list[list[int]], colds: list[Any], same: Callable[..., None]
+    ) -> None:
+        self.house, self.prompts, self.colds, self.same = house, prompts, colds, same
+        self.random = random.Random(SEED)
+        self.slowest, self.hits = 0.0, 0
+        self._changed = threading.Condition()
+        # Indexes of prompts to serve at once, and whether to forget the local cache after it.
+        self._batches: deque[tuple[list[int], bool]] = deque()
+        self._unanswered = 0
+        # Engines that are to die or have died, until they are there again; of them those that
+        # wait for the copy that kills them.
+        self._doomed: set[str] = set()
+        self._traps: dict[str, str] = {}
+        self._ended: BaseException | bool = False
+
+    def plan(self) -> list[tuple[str, str, float]]:
+        """(what, to whom or which, for how long)"""
+        plan: list[tuple[str, str, float]] = []
+        longest = 3.0 if REQUESTS < 100 else 8.0
+        for _ in range(max(1, REQUESTS // 40)):
+            pick, seconds = self.random.choice, self.random.uniform
+            part = [
+                # The server is back before clients look for it again, or later.
+                ("kill", "server", seconds(0.0, 0.1)),
+                ("kill", "server", seconds(1.0, 3.0)),
+                ("term", "server", pick([0.0, seconds(0.0, 2.0)])),
+                ("stop", "server", seconds(0.1, 0.6)),
+                ("stop", "server", seconds(1.0, longest)),
+                ("stop and kill", "server", seconds(0.2, 2.0)),
+                ("stop", pick(["books", "core"]), seconds(0.3, longest)),
+                (pick(["kill", "store", "store", "load"]), pick(["books", "core"]), seconds(0, 1)),
+            ]
+            self.random.shuffle(part)
+            plan += part
+        return plan
+
+    def run(self) -> None:
+        plan = self.plan()
+        threads = [
+            threading.Thread(target=self._drive, args=(name,)) for name in self.house.engines
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for number, (what, whom, seconds) in enumerate(plan):
+                count = (number + 1) * REQUESTS // len(plan) - number * REQUESTS // len(plan)
+                self._issue(count)
+                time.sleep(self.random.uniform(0.0, 0.5))
+                self.house.say(f"event {number}: {what} {whom} {seconds:.2f} s, {count} requests")
+                if whom == "server":
+                    self._disturb_server(what, seconds)
+                else:
+                    self._disturb_engine(what, whom, seconds)
+                self._wait(lambda: not self._unanswered)
+            self._wait(lambda: not self._doomed)
+        finally:
+            with self._changed:
+                self._ended = self._ended or True
+                self._changed.notify_all()
+            for thread in threads:
+                thread.join()
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+
+    def _issue(self, count: int) -> None:
+        with self._changed:
+            self._unanswered += count
+            while count:
+                size = min(count, self.random.choice([1, 1, 2, 3]))
+                batch = [self.random.randrange(len(self.prompts)) for _ in range(size)]
+                self._batches.append((batch, self.random.random() < 0.8))
+                count -= size
+            self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Until it holds; not beyond a failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or condition())
+
+    def _disturb_server(self, what: str, seconds: float) -> None:
+        if what.startswith("stop"):
+            self.house.signal_server(signal.SIGSTOP)
+            time.sleep(seconds)
+        if what == "stop":
+            self.house.signal_server(signal.SIGCONT)
+            return
+        self.house.end_server(signal.SIGTERM if what == "term" else signal.SIGKILL)
+        time.sleep(seconds if what != "stop and kill" else 0.0)
+        self.house.start_server()
+
+    def _disturb_engine(self, what: str, whom: str, seconds: float) -> None:
+        self._wait(lambda: whom not in self._doomed)
+        pid = self.house.engines[whom].process.pid
+        if what == "stop":
+            os.killpg(pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.killpg(pid, signal.SIGCONT)
+            return
+        with self._changed:
+            self._doomed.add(whom)
+            if what != "kill":
+                self._traps[whom] = what
+            self._changed.notify_all()
+        if what == "kill":
+            time.sleep(seconds)
+            os.killpg(pid, signal.SIGKILL)
+
+    # ---- an engine's thread ---------------------------------------------------------------------
+
+    def _drive(self, name: str) -> None:
+        try:
+            while self._step(name):
+                pass
+        except BaseException as error:
+            self.house.say(f"{name}: {type(error).__name__}")
+            with self._changed:
+                self._ended = error
+                self._changed.notify_all()
+
+    def _step(self, name: str) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._batches or name in self._traps or self._ended)
+            if self._ended:
+                return False
+            trap = self._traps.pop(name, None)
+            batch = self._batches.popleft() if trap is None else ([], False)
+        began = time.monotonic()
+        try:
+            answers = self._sacrifice(name, trap) if trap else self._serve(name, *batch)
+        except Exception as error:
+            with self._changed:
+                if name not in self._doomed:
+                    raise
+                if batch[0]:
+                    self._batches.appendleft(batch)
+            self.house.say(f"{name} has died: {str(error).splitlines()[0]}")
+            self.house.engines[name].close()
+            self.house.start_engine(name)
+            with self._changed:
+                self._doomed.discard(name)
+                self._changed.notify_all()
+            return True
+        took = time.monotonic() - began
+        cached = [answer["cached"] for answer in answers]
+        self.house.say(f"{name}: {batch[0]} in {took:.2f} s, cached {cached}")
+        for index, answer in zip(batch[0], answers, strict=True):
+            self.same(self.colds[index], answer, 1e-3)
+        with self._changed:
+            self.hits += sum(cached)
+            self.slowest = max(self.slowest, took)
+            self._unanswered -= len(answers)
+            self._changed.notify_all()
+        return True
+
+    def _serve(self, name: str, batch: list[int], forget: bool) -> list[dict[str, Any]]:
+        engine = self.house.engines[name]
+        prompts = [self.prompts[index] for index in batch]
+        answers: list[dict[str, Any]] = engine.generate(prompts, max_tokens=TOKENS)
+        if forget:
+            engine.reset_local()
+        return answers
+
+    def _sacrifice(self, name: str, copy: str) -> list[dict[str, Any]]:
+        """Let an engine die inside a copy; at its end, when there was none without a server."""
+        engine = self.house.engines[name]
+        engine.reset_local()
+        engine.run(f"host.on_workers(trap, '{copy}', 1, {int(signal.SIGKILL)})")
+        fresh = [self.random.randrange(3, 500) for _ in range(3 * CHUNK)]
+        try:
+            engine.one(fresh if copy == "store" else self.prompts[0], max_tokens=TOKENS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(engine.process.pid, signal.SIGKILL)
+        self.house.say(f"{name} had no {copy} to die in")
+        engine.run("")
+        raise AssertionError("it lives")
+
+
+def test_chaos(house: House, make_prompt: Callable[..., list[int]], assert_same: Any) -> None:
+    house.say(f"LMCACHE_CHAOS_SEED={SEED} LMCACHE_CHAOS_REQUESTS={REQUESTS}")
+    documents = [make_prompt(2000 + index, 500 + 130 * index) for index in range(3)]
+    prompts = [
+        document + make_prompt(3000 + 10 * number + end, 30 + 140 * end)
+        for number, document in enumerate(documents)
+        for end in range(3 if REQUESTS < 100 else 8)
+    ]
+    books = house.engines["books"]
+    books.run("host.scheduler._can_load = host.scheduler._can_store = False")
+    colds = []
+    for prompt in prompts:
+        books.reset_local()
+        colds.append(books.one(prompt, max_tokens=TOKENS))
+    books.reset_local()
+    books.run("host.scheduler._can_load = host.scheduler._can_store = True")
+    assert not any(cold["cached"] for cold in colds)
+    check_hits(house, prompts, colds, assert_same)
+    before = measure(house)
+    chaos = Chaos(house, prompts, colds, assert_same)
+    chaos.run()
+    house.say(f"{chaos.hits} tokens from the cache; the slowest answer took {chaos.slowest:.2f} s")
+    until(house.is_up)
+    check_hits(house, prompts, colds, assert_same)
+    assert house.engines["books"].settle()["used_bytes"] <= POOL_BYTES
+    house.quiet(2)
+    after = measure(house)
+    for what, amount in after.items():
+        assert amount <= before[what] + (0 if "maps" in what else 3), (what, before, after)
+    assert resident(house.server.pid, "RssAnon") < 200 << 20
+    assert resident(house.server.pid, "RssShmem") <= POOL_BYTES + (1 << 20)
+    assert house.audit(prompts) > 0
+
+    for engine in house.engines.values():
+        engine.close()
+    assert house.quiet(0).pool.rows > 0
+    house.end_server(signal.SIGTERM)
+    assert house.leftovers() == {"tier", "server.log", *house.engines}
+    assert house.audit_tier() > 0
+    assert "Traceback" not in house.server_log.read_text()
+
+
+def check_hits(
+    house: House, prompts: Sequence[list[int]], colds: Sequence[Any], same: Callable[..., None]
+) -> None:
+    """Both engines serve, and what one stores the other finds."""
+    until(lambda: sum(one.ready for one in house.status().instances) == len(house.engines))
+    for _ in range(2):
+        for engine in house.engines.values():
+            engine.reset_local()
+            answer = engine.one(prompts[-1], max_tokens=TOKENS)
+            same(colds[-1], answer, 1e-4)
+            engine.reset_local()
+    assert answer["cached"] > CHUNK
+
+
+def measure(house: House) -> dict[str, int]:
+    """What may not grow."""
+    pids = {"server": house.server.pid, **{name: house.core_pid(name) for name in house.engines}}
+    measures = {"descriptors": num_fds, "pool maps": num_maps}
+    found = {
+        f"{what} of {name}": of(pid) for name, pid in pids.items() for what, of in measures.items()
+    }
+    house.say(str(found))
+    return found

@@ -250,6 +250,17 @@ def test_credentials_that_do_not_parse_are_not_told(monkeypatch: pytest.MonkeyPa
         assert SIGNATURE not in str(caught.value)
 
 
+def test_many_names_share_one_deadline() -> None:
+    def take_time(peer: Peer) -> None:
+        time.sleep(0.2)
+        peer.reply(404)
+
+    with peer(take_time) as endpoint:
+        tier = open_at(endpoint, 1)
+        assert tier.contains(NAMES[:60]) == [False] * 60
+        assert_fails_in_time(lambda: tier.contains(NAMES * 20), 1)
+
+
 def test_bodies_that_end_early_are_errors() -> None:
     def end_early(peer: Peer) -> None:
         peer.close_connection = True

@@ -139,7 +139,7 @@ def test_no_reply_that_comes_late_is_taken_for_anothers(first: bytes) -> None:
         if b"GET" not in request:
             connection.sendall(b"+OK\r\n" * request.count(b"*"))
         elif not late:
-            late[connection] = (b"$9\r\nof-others" if not first else b"of-others") + b"\r\n"
+            late[connection] = b"$9\r\nof-others\r\n"
             connection.sendall(first)
         else:
             connection.sendall(late.get(connection, b"") + b"$9\r\nof-itself\r\n")
@@ -162,6 +162,15 @@ def test_the_server_may_come_after_the_tier(shared: int) -> None:
 
 def tier_of_cluster(port: int) -> Tier:
     return open_at(port, "timeout=1&cluster=true")
+
+
+def test_a_host_that_lets_nobody_connect_holds_no_call() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            tier = open_at(port, "timeout=0.2")
+            for call in calls(tier).values():
+                assert_fails_in_time(call, 0.2)
 
 
 @contextmanager

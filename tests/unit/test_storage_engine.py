@@ -159,7 +159,7 @@ def test_nothing_is_visible_before_its_commit(bench: MakeBench) -> None:
 
 def test_the_first_value_of_a_key_wins(bench: MakeBench) -> None:
     b = bench(8)
-    first = b.session.prepare_store(1, new([PAGE]), [])
+    assert b.session.prepare_store(1, new([PAGE]), [])
     second = b.session.prepare_store(2, new([PAGE]), [])
     b.session.complete_store(2, [Commit(0, b"a", None, "full", [2])])
     b.session.complete_store(1, [Commit(0, b"a", None, "full", [1])])

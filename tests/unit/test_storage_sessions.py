@@ -436,15 +436,12 @@ def test_a_namespace_keeps_its_floor_whatever_others_store(
         else:
             tenants.store(*turn)
         tenants.check()
-        for tenant, held in enumerate(before):
+        held = tenants.engine.namespaces()
+        for tenant, session in enumerate(tenants.sessions):
             if isinstance(turn, int) or turn[0] != tenant:
-                now = tenants.engine.namespaces().get(name_of(tenants_name(tenant)), (0, 0, 0))[1]
-                assert now >= min(held, floor_bytes)
+                now = held.get(session.namespace, (0, 0, 0))[1]
+                assert now >= min(before[tenant], floor_bytes)
     tenants.end()
-
-
-def tenants_name(tenant: int) -> bytes:
-    return (ALPHA, BETA, GAMMA)[tenant]
 
 
 def test_a_tenant_below_its_floor_is_not_flushed_by_another(open_engine: OpenEngine) -> None:

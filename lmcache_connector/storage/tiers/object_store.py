@@ -38,16 +38,14 @@ class ObjectStoreTier:
         parsers |= {"region": str} if url.scheme == "s3" else {}
         options: dict[str, Any] = base.take_options(url, parsers)
         self._where, self._timeout = url.text, options.pop("timeout", 10.0)
-        limit = timedelta(seconds=self._timeout)
-        options["client_options"] = {"timeout": limit, "connect_timeout": limit}
+        options["client_options"] = {"timeout": timedelta(seconds=self._timeout)}
         if options.get("endpoint", "").startswith("http://"):
             options["client_options"]["allow_http"] = True
         if url.scheme == "gs" and "endpoint" in options:
             options["base_url"] = options.pop("endpoint")
-        retries = {"max_retries": 2, "retry_timeout": limit}
-        kind, prefix = _KINDS[url.scheme], url.path.strip("/") or None
+        options |= {"prefix": url.path.strip("/") or None, "retry_config": {"max_retries": 2}}
         try:
-            self._store = kind(url.host or None, prefix=prefix, retry_config=retries, **options)
+            self._store = _KINDS[url.scheme](url.host or None, **options)
         except (BaseError, OSError, ValueError) as error:
             raise ConfigError([f"tiers: {url.text} cannot be set up: {_told(error)}"]) from None
 

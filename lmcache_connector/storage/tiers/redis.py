@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +25,7 @@ from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import base
 from lmcache_connector.storage.tiers.redis_connection import Connection, TlsConnection, call
 
-_BATCH = 1000
+_PARSERS = {"timeout": base.parse_seconds, "ttl": base.parse_seconds, "cluster": base.parse_flag}
 # What redis-py makes of replies that make no sense.
 _NONSENSE = (ValueError, TypeError, LookupError, RecursionError)
 
@@ -35,8 +34,7 @@ class RedisTier:
     """See ``Tier``. The server may be absent when it is made."""
 
     def __init__(self, url: base.TierUrl) -> None:
-        times = {"timeout": base.parse_seconds, "ttl": base.parse_seconds}
-        options: Any = base.take_options(url, times | {"cluster": base.parse_flag})
+        options: Any = base.take_options(url, _PARSERS)
         cluster = options.get("cluster", False)
         self._secret = os.environ.get("LMCACHE_REDIS_PASSWORD")
         file = os.environ.get("LMCACHE_REDIS_PASSWORD_FILE")
@@ -97,10 +95,8 @@ class RedisTier:
     def clear(self, namespace: str) -> None:
         start = _key(f"{namespace}/")
         with self._call("clear") as client:
-            found = client.scan_iter(match=start + b"*", count=_BATCH)
-            keys = (key for key in found if key.startswith(start))
-            while batch := list(islice(keys, _BATCH)):
-                _pipeline(client, "UNLINK", batch)
+            keys = client.scan_iter(match=start + b"*", count=10_000)
+            _pipeline(client, "UNLINK", (key for key in keys if key.startswith(start)))
 
     def stats(self) -> base.TierStats:
         return base.TierStats()
