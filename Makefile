@@ -24,7 +24,7 @@ check: venv ## ruff, mypy, architecture and unit tests (under 1 minute)
 	$(PY) -m pytest tests/architecture tests/unit
 
 test: check ## check, then kernels and real vLLM engines on the CPU
-	$(PY) -m pytest tests/kernels tests/e2e
+	$(PY) -m pytest tests/kernels tests/tiers tests/e2e
 
 bench: venv ## the benchmarks; LMCache, in an environment of its own, is one to measure against
 	@scripts/setup_lmcache_venv.sh

@@ -22,7 +22,7 @@ from lmcache_connector.config import (
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ConfigError, StartupError
 from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
-from lmcache_connector.keys import namespace_digest
+from lmcache_connector.keys import UNRESOLVED_PREFIX, namespace_digest
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import StepMeta, WorkerMeta
@@ -131,7 +131,15 @@ class SchedulerSide:
             if config.server and config.tier_urls
             else None
         )
-        hints = (setup.chunk_warning, rope_hint, role_hint, tiers_hint)
+        unresolved = str(self._facts["model"]).startswith(UNRESOLVED_PREFIX)
+        sharing_hint = (
+            "which weights this engine loads cannot be told (a name without a resolved commit, or "
+            "dummy weights): what it keeps is found by itself only; give --revision COMMIT or a "
+            "local directory"
+            if unresolved and (config.server or config.tier_urls)
+            else None
+        )
+        hints = (setup.chunk_warning, rope_hint, role_hint, tiers_hint, sharing_hint)
         for warning in (*setup.loaded.warnings, *hints):
             if warning:
                 logger.warning(warning)

@@ -25,7 +25,7 @@ from lmcache_connector.groups import (
     ReuseKind,
     ReuseRule,
 )
-from lmcache_connector.keys import model_digest
+from lmcache_connector.keys import UNRESOLVED_PREFIX, model_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -368,6 +368,9 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     if "longrope" in str(facts["text_config"]):
         # LongRoPE chooses its factors by the model length that the engine serves.
         facts["max_model_len"] = model.max_model_len
+    if str(vllm_config.load_config.load_format) == "dummy":
+        # The files that are named are not what is loaded.
+        facts["model"] = UNRESOLVED_PREFIX + os.urandom(16).hex()
     if getattr(cache, "calculate_kv_scales", False):
         # Scales found from this process's first batch: no other process can read the bytes.
         facts["kv_scales"] = os.urandom(16).hex()

@@ -204,6 +204,8 @@ class Tiering:
         views = [self._view(slot) for slot in slots]
         header = bytearray(header_bytes(len(slots)))
         if not tier.get(name, [memoryview(header), *views]):
+            # Where it is there after all, its length is wrong: it would be found again and again.
+            tier.remove(name)
             return None
         digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])
         if digests != [xxhash.xxh3_64_intdigest(view) if len(view) else 0 for view in views]:
@@ -238,7 +240,10 @@ class Tiering:
     def clear(self, namespace: str) -> None:
         """Delete a namespace's values, in the background."""
         for channel in self.channels:
-            channel.submit(lambda tier: None if tier is None else tier.clear(namespace), "write")
+            if not channel.submit(
+                lambda tier: None if tier is None else tier.clear(namespace), "write"
+            ):
+                logger.warning("tier %s is left alone now: %s stays there", channel.url, namespace)
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and end the threads."""

@@ -333,13 +333,15 @@ def start_engine(
 
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """start_server(...), with the arguments of ``Server.start``; killed at the end."""
+    """start_server(...), with the arguments of ``Server.start``; killed at the end. ``later``:
+    whoever asks will start it."""
     servers: list[Server] = []
 
-    def start(**options: Any) -> Server:
+    def start(*, later: bool = False, **options: Any) -> Server:
         server = Server(tmp_path_factory.mktemp("server"))
         servers.append(server)
-        server.start(**options)
+        if not later:
+            server.start(**options)
         return server
 
     yield start
@@ -348,9 +350,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 
 @pytest.fixture(scope="session")
-def start_bed(
-    start_engine: Callable[..., Engine], tiny_models: ModuleType
-) -> Callable[..., Bed]:
+def start_bed(start_engine: Callable[..., Engine], tiny_models: ModuleType) -> Callable[..., Bed]:
     """start_bed(family, cold_answers={}, ...), with the options of ``start_engine``."""
 
     def start(

@@ -63,11 +63,12 @@ def table() -> Iterator[list[str]]:
 
 INTRODUCTION = """# Families and tiers
 
-Written by `make test-matrix`: real vLLM engines on a cache server, whose pool has dropped the prompt
-when it is asked for again, so that every byte comes from the tier. Each row stands for a test that
-passed: tokens and logprobs as in a run without a cache, restored pages compared byte by byte, wrong
-bytes of each group seen in the answer, a damaged value recomputed. Seconds are from the request to
-its first token, lookup, reading and checking included, on the CPU that ran the tests.
+Written by `make test-matrix`: real vLLM engines on a cache server. Its pool has dropped the prompt
+when it is asked for again: what is restored comes from the tier. Each row stands for a test that
+passed: tokens and logprobs are those of a run without a cache, restored pages were compared byte by
+byte, wrong bytes of each group show in the answer, the next server finds what this one wrote, and a
+damaged value is recomputed. Bytes are those read from the tier; seconds go from the request to its
+first token, on the CPU that ran the tests.
 
 """
 

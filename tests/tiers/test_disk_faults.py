@@ -262,6 +262,34 @@ def test_a_full_disk_costs_the_oldest_value_and_no_store(
         assert tier.contains(names) == [False, True, True, True]
 
 
+@pytest.mark.parametrize(("call", "code"), [("rename", errno.ENOENT), ("makedirs", errno.EEXIST)])
+def test_a_folder_that_another_host_removed_is_made_again(
+    root: Path, values: ModuleType, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    old, name = values.random_name(), values.random_name()
+    real = getattr(os, call)
+    left = [1]
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(code, os.strerror(code))
+        real(*arguments, **options)
+
+    with opened(root, 1 << 20) as tier:
+        values.put_value(tier, old, SIZES)
+        monkeypatch.setattr(os, call, fail)
+        shards = values.put_value(tier, name, SIZES)
+        assert values.read_verified(tier, name, SIZES) == shards
+        left[0] = 1000
+        with pytest.raises(TierError):
+            values.put_value(tier, values.random_name(), SIZES)
+        # The disk is not full: nothing makes way.
+        assert tier.contains([old, name]) == [True, True]
+        monkeypatch.undo()
+    assert files_below(root / "tmp") == set()
+
+
 @pytest.mark.parametrize("call", ["rename", "makedirs", "lstat"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EROFS, errno.ESTALE])
 def test_other_calls_that_fail_while_writing(
@@ -421,7 +449,9 @@ def test_what_is_no_file_is_passed_over(
     make(path)
     with opened(root, 1 << 20) as tier:
         assert within_seconds(lambda: tier.contains([name])) == [False]
-        assert within_seconds(lambda: tier.get(name, [memoryview(bytearray(10))])) is False
+        for size in (0, 10):
+            buffer = memoryview(bytearray(size))
+            assert within_seconds(lambda buffer=buffer: tier.get(name, [buffer])) is False
         assert tier.stats().num_values == 0
         if make is make_folder:
             with pytest.raises(TierError):
@@ -715,10 +745,10 @@ def test_what_was_read_stays_longest(root: Path, values: ModuleType) -> None:
         for _ in range(2):
             values.put_value(tier, values.random_name(), SIZES)
         assert tier.contains(names) == [True, False, False, True, True]
-    # And so after a restart: the first was read within the minute, the fourth was long ago.
-    os.utime(path_of(root, names[0]), (100, 100))
-    os.utime(path_of(root, names[3]), (200, 200))
-    os.utime(path_of(root, names[4]), (300, 300))
+    # And so after a restart: the first is read again, the fourth is then the oldest.
+    for index, seconds in ((0, 900), (3, 600), (4, 300)):
+        then = time.time() - seconds
+        os.utime(path_of(root, names[index]), (then, then))
     with opened(root, None) as tier:
         assert not is_miss(values, tier, names[0])
     with opened(root, 4 * 3 * BLOCK) as tier:
@@ -803,17 +833,21 @@ def test_while_the_directory_is_counted_reads_go_on_and_puts_are_dropped(
 def test_close_does_not_wait_for_the_walk(
     root: Path, values: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = f"{values.random_namespace()}/ab"
     with opened(root) as tier:
-        for _ in range(100):
-            values.put_value(tier, values.random_name(), [10])
+        for index in range(100):
+            values.put_value(tier, f"{folder}{index:062}-full", [10])
     find = DiskTier._find
+    is_there = threading.Event()
 
     def slow(tier: DiskTier, name: str) -> tuple[float, str, int] | None:
+        is_there.set()
         time.sleep(0.05)
         return find(tier, name)
 
     monkeypatch.setattr(DiskTier, "_find", slow)
     tier = DiskTier(str(root), 1 << 20)
+    assert is_there.wait(10)
     began = time.monotonic()
     tier.close()
     assert time.monotonic() - began < 2.5  # half of what it would take
@@ -862,3 +896,9 @@ def test_two_tiers_in_one_directory_clear_and_write(root: Path, values: ModuleTy
         for each in (one, other):
             each.clear("0" * 16)
             assert not any(each.contains(names))
+
+
+def test_a_directory_that_anybody_can_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(TierError, match="chmod o-w"):
+        DiskTier(str(tmp_path), None)

@@ -179,11 +179,15 @@ class Peer(BaseHTTPRequestHandler):
         pass
 
 
+class PeerServer(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
 @contextmanager
 def peer(odd: Callable[[Peer], None] | None = None) -> Iterator[str]:
     """An endpoint."""
     handler = type("Handler", (Peer,), {"values": {}, "odd": odd})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with PeerServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

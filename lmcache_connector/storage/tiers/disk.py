@@ -57,7 +57,12 @@ class DiskTier:
         try:
             for folder in (self._root, self._tmp):
                 os.makedirs(folder, 0o700, exist_ok=True)
-                os.close(os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW))
+                opened = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+                mode = os.fstat(opened).st_mode
+                os.close(opened)
+                if mode & stat.S_IWOTH:
+                    # A checksum tells damage, not intent.
+                    raise PermissionError(f"anybody can write to {folder}: chmod o-w")
             self._sweep()
         except OSError as error:
             raise TierError(f"file://{path} cannot be used: {error}") from error
@@ -205,6 +210,6 @@ class DiskTier:
             if self._is_closed or len(folder) > len(self._root) + 17:  # deeper than namespaces
                 below.clear()
             for name in (f"{folder[-19:-3]}/{file}" for file in files if not self._is_closed):
-                is_ours = NAME.fullmatch(name) and folder == f"{self._root}/{name[:19]}"
-                if is_ours and name.startswith(prefix) and (value := self._find(name)):
+                is_ours = NAME.fullmatch(name) and name.startswith(prefix)
+                if is_ours and (value := self._find(name)):
                     yield value

@@ -8,6 +8,7 @@ LMCACHE_REDIS_PASSWORD_FILE. What the server evicts is a miss; no room is a Tier
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,49 @@ from redis.retry import Retry
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import base
-from lmcache_connector.storage.tiers.redis_connection import Connection, TlsConnection, call
 
 _PARSERS = {"timeout": base.parse_seconds, "ttl": base.parse_seconds, "cluster": base.parse_flag}
 # What redis-py makes of replies that make no sense.
 _NONSENSE = (ValueError, TypeError, LookupError, RecursionError)
+
+
+class _Call(threading.local):
+    """The call that a thread is in: nothing waits past its deadline."""
+
+    deadline = 0.0
+
+    def time_left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        return left
+
+
+_call = _Call()
+
+
+class _Socket:
+    """redis-py bounds single reads, not calls: in a cluster it tries each command of a pipeline
+    anew when a node falls silent."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        # A timeout of 0 is redis-py's way to ask what has come already.
+        if name in ("recv", "recv_into", "sendall") and self._wrapped.gettimeout() != 0:
+            self._wrapped.settimeout(_call.time_left())
+        return getattr(self._wrapped, name)
+
+
+class _Connection(redis.Connection):
+    def _connect(self) -> Any:
+        self.socket_connect_timeout = self.socket_timeout = _call.time_left()
+        return _Socket(super()._connect())  # type: ignore[no-untyped-call]
+
+
+class _TlsConnection(_Connection, redis.SSLConnection):
+    pass
 
 
 class RedisTier:
@@ -47,9 +86,9 @@ class RedisTier:
         except (ValueError, OSError) as error:
             raise ConfigError([f"tiers: {url.text}: {error}"]) from None
         self._where, self._timeout = url.text, options.get("timeout", 5.0)
-        self._expiry = [b"PX", b"%d" % (options["ttl"] * 1000)] if "ttl" in options else []
+        self._expiry_ms = max(1, int(options["ttl"] * 1000)) if "ttl" in options else None
         arguments = {
-            "connection_class": TlsConnection if url.scheme == "rediss" else Connection,
+            "connection_class": _TlsConnection if url.scheme == "rediss" else _Connection,
             "protocol": 2,  # in 3 servers may speak unasked
             "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
             "username": os.environ.get("LMCACHE_REDIS_USERNAME"),
@@ -61,7 +100,7 @@ class RedisTier:
 
     @contextmanager
     def _call(self, name: str) -> Iterator[Any]:
-        call.deadline = time.monotonic() + self._timeout
+        _call.deadline = time.monotonic() + self._timeout
         try:
             # Only now: a cluster's client asks for its nodes when it is made.
             client = self._client = self._client or self._connect()
@@ -82,11 +121,18 @@ class RedisTier:
 
     def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
         with self._call("get") as client:
-            return bool(client.execute_command("GET", _key(name), buffers))
+            value = client.get(_key(name))
+        if not isinstance(value, bytes) or len(value) != sum(map(len, buffers)):
+            return False
+        start = 0
+        for buffer in buffers:
+            buffer[:] = value[start : start + len(buffer)]
+            start += len(buffer)
+        return True
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         with self._call("put") as client:
-            client.execute_command("SET", _key(name), buffers, *self._expiry)
+            client.set(_key(name), b"".join(buffers), px=self._expiry_ms)
 
     def remove(self, name: str) -> None:
         with self._call("remove") as client:
