@@ -6,10 +6,10 @@ VLLM ?= 0.30.0
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test bench gpu-test test-vllm clean
+.PHONY: help venv demo check test chaos fuzz test-matrix bench gpu-test test-vllm clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## make .venv: vLLM for the CPU, this package, the tools (2 minutes, once)
 	@scripts/setup_venv.sh $(VENV)
@@ -25,6 +25,15 @@ check: venv ## ruff, mypy, architecture and unit tests (under 1 minute)
 
 test: check ## check, then kernels and real vLLM engines on the CPU
 	$(PY) -m pytest tests/kernels tests/tiers tests/e2e
+
+chaos: venv ## kills and stops around 200 requests (4 minutes); LMCACHE_CHAOS_SEED=2: another course
+	LMCACHE_CHAOS_REQUESTS=$${LMCACHE_CHAOS_REQUESTS:-200} $(PY) -m pytest -s tests/e2e/test_chaos.py
+
+fuzz: venv ## 200,000 random and mutated frames against a live server (1 minute)
+	LMCACHE_FUZZ_FRAMES=200000 $(PY) -m pytest tests/unit/test_cache_server.py -k frames
+
+test-matrix: venv ## all model families by all tiers on real servers; writes docs/matrix.md (6 minutes)
+	LMCACHE_TEST_MATRIX=1 LMCACHE_MATRIX_TABLE=docs/matrix.md $(PY) -m pytest tests/e2e/test_tiers.py
 
 bench: venv ## the benchmarks; LMCache, in an environment of its own, is one to measure against
 	@scripts/setup_lmcache_venv.sh

@@ -238,7 +238,7 @@ def main(families: list[str]) -> None:
     import tiny_models
 
     what = f"{ROUNDS * NUM_PROMPTS} times {NUM_CHUNKS} chunks"
-    print(("{:<31}" + "{:>13}" * 5).format(what, *SIDES, "/ LMCache", "/ recompute"))
+    print(("{:<32}" + "{:>13}" * 5).format(what, *SIDES, "/ LMCache", "/ recompute"))
     for family in families or ["gemma3", "qwen3next"]:
         model = tiny_models.build(family)
         with ExitStack() as stack:
@@ -249,7 +249,7 @@ def main(families: list[str]) -> None:
             values = [combine(some) if some else None for some in samples]
             values += [values[0] / other if values[0] and other else None for other in values[1:]]
             texts = ["-" if value is None else f"{value:.2f}" for value in values]
-            print(f"{family:<11}{figure:<20}" + "".join(f"{text:>13}" for text in texts))
+            print(f"{family:<12}{figure:<20}" + "".join(f"{text:>13}" for text in texts))
 
 
 if __name__ == "__main__":

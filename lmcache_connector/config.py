@@ -30,8 +30,8 @@ _SIZE_UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-# user:password@ of a URL
-_CREDENTIALS = re.compile(r"(?<=://)[^/?#]*@")
+# user:password@ of a URL, or of one that it names. People forget to escape "/", "?" and "#".
+_CREDENTIALS = re.compile(r"(?<=://)(?!/).*(?:@|%40)|(?<=%2F%2F).*(?:@|%40)", re.I | re.S)
 _TRUE = ("true", "1", "yes")
 _FALSE = ("false", "0", "no")
 
@@ -185,7 +185,8 @@ def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T 
 
 
 def _show(value: object) -> str:
-    return "none" if value is None else str(value).lower()
+    text = "none" if value is None else str(value)
+    return text.lower() if isinstance(value, bool) else text
 
 
 def _show_chunk_size(value: object) -> str:

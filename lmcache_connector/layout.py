@@ -99,13 +99,21 @@ class CacheLayout:
         ordered = sorted(geometries, key=lambda geometry: geometry.rank)
         self.chunk_tokens = ordered[0].chunk_tokens
         self.num_ranks = len(ordered)
-        world = ordered[0].pp_size * ordered[0].tp_size
+        sizes = ordered[0].pp_size, ordered[0].tp_size
+        world = math.prod(sizes)
         ranks = [geometry.rank for geometry in ordered]
-        if len(ranks) != world or ranks != list(range(len(ranks))):
+        if len(ranks) != world or min(sizes) < 1 or ranks != list(range(len(ranks))):
             raise GeometryError(f"ranks {ranks} registered, expected all of 0..{world - 1}")
         groups: dict[str, GroupLayout] = {}
         for geometry in ordered:
             validate_geometry(geometry)
+            place = (geometry.pp_size, geometry.tp_size, geometry.pp_rank, geometry.tp_rank)
+            expected = (*sizes, *divmod(geometry.rank, sizes[1]))
+            if place != expected:
+                raise GeometryError(
+                    f"rank {geometry.rank} is in (pp_size, tp_size, pp_rank, tp_rank) {place}, "
+                    f"expected {expected}"
+                )
             if geometry.chunk_tokens != self.chunk_tokens:
                 raise GeometryError(
                     f"rank {geometry.rank} uses chunks of {geometry.chunk_tokens} tokens, rank 0 "

@@ -82,7 +82,7 @@ class _Setup:
             raise StartupError(problems)
         self.loaded = loaded
         self.config: Config = loaded.config
-        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        engine_id = vllm_view.engine_name(vllm_config)
         # Where the pool's memory is, and the name under which this engine's workers ask for it.
         if self.config.server is None:
             self.endpoint, self.instance = socket_path_for(engine_id), ""

@@ -57,6 +57,7 @@ _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
     ("vllm.v1.core.sched.output", "SchedulerOutput", "kv_connector_block_state"),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState", "boundary_state_offloads"),
     ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", None),
+    ("vllm.config", "VllmConfig", "instance_id"),
     ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", None),
     ("vllm.v1.kv_cache_interface", "MambaSpec", "mamba_cache_mode"),
     ("vllm.v1.kv_cache_interface", "MambaSpec", "state_content_size_bytes"),
@@ -330,6 +331,12 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
         isa = torch.backends.cpu.get_cpu_capability()
         device = f"cpu/{platform.machine()}/{isa}/amx={amx}"
     return (*names, device)
+
+
+def engine_name(vllm_config: VllmConfig) -> str:
+    """The same in all processes of one engine core, and in no other engine: a configured engine_id
+    may stand in several (workers of one would hold the leases of the other)."""
+    return f"{vllm_config.kv_transfer_config.engine_id}-{vllm_config.instance_id}"
 
 
 def rank_facts() -> tuple[int, int, int, int, int]:

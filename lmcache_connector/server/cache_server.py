@@ -100,6 +100,9 @@ class CacheServer:
         self._router.linger = 0
         self._router.maxmsgsize = messages.MAX_MESSAGE_BYTES
         self._router.rcvhwm = _BATCH
+        # Tokens are looked at later: nobody else's frames are to fill our memory until then.
+        for uid in {0, os.geteuid(), *self._service.allowed_uids}:
+            self._router.setsockopt(zmq.IPC_FILTER_UID, uid)
         self._router.bind(f"ipc://{self._service.endpoint}")
         self._service.endpoint.chmod(0o666 if self._service.allowed_uids else 0o600)
         self._thread.start()
@@ -201,8 +204,9 @@ class CacheServer:
             case messages.PrepareStore():
                 if not is_ready:
                     return []
+                # A row of no bytes would never have to make room for others.
                 legal = [sizes for group in session.groups.values() for sizes in group.sizes]
-                if not all(row.sizes in legal for row in message.rows):
+                if not all(any(row.sizes) and row.sizes in legal for row in message.rows):
                     raise ValueError("rows of other sizes than were registered")
         return _VERBS[type(message)](session, *msgspec.structs.astuple(message))
 

@@ -28,7 +28,11 @@ from lmcache_connector.storage.base import (
 )
 
 MAX_MESSAGE_BYTES = 16 << 20
-_Name = Annotated[str, msgspec.Meta(max_length=256)]
+# What peers call themselves is logged, and shown on terminals: no control characters.
+_PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+_Name = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
+# As in InstanceStatus. Tiers take it for a prefix or a pattern: "/" would be a whole bucket.
+_Namespace = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 _Chunks = Annotated[list[ChunkHash], msgspec.Meta(max_length=1 << 17)]
 _Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
@@ -45,7 +49,7 @@ class RegisterKVCache(Message, tag="REGISTER_KV_CACHE"):
 
     # Names an engine core: its workers say it too, before anybody else could tell them.
     instance: _Name
-    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    model: Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)]
     # 32 bytes that chunk hashes are chained from (keys.TokenDatabase).
     namespace: ChunkHash
     geometries: Annotated[list[WorkerGeometry], msgspec.Meta(max_length=1024)]
@@ -128,16 +132,15 @@ class Probe(Message, tag="PROBE"):
     """Management: which rows of a prompt's chunks are there, without pinning anything. Repeat it
     while the answer is pending."""
 
-    # As in InstanceStatus.
-    namespace: _Name
+    namespace: _Namespace
     chunk_hashes: _Chunks
 
 
 class ClearNamespace(Message, tag="CLEAR_NAMESPACE"):
     """Management: delete a namespace's rows, in the pool and in the tiers. The answer is how
-    many were in the pool. Named as in StatusReply; "" is all of them."""
+    many were in the pool. "" is all that are in the pool or of an attached engine."""
 
-    namespace: _Name
+    namespace: _Namespace
 
 
 class Pin(Message, tag="PIN"):

@@ -49,7 +49,8 @@ def run_server(
     service.start()
     with contextlib.closing(service):
         engine = StorageEngine(pool, open_tiering(tiers, pool), floor_bytes, shared=True)
-        for extent in range(len(pool.extents)):
+        # What came last is used first: workers touch memory as far as it is used.
+        for extent in reversed(range(len(pool.extents))):
             engine.mark_ready(extent)
         server = CacheServer(engine, service)
         server.start()
@@ -62,8 +63,8 @@ def run_server(
             ", ".join(channel.url for channel in engine.channels) or "none",
         )
         while not stop.wait(1.0):
-            if not server.is_alive():
-                raise RuntimeError("the server's thread has ended")
+            if not (server.is_alive() and service.is_alive()):
+                raise RuntimeError("a thread of the server has ended")
     server.close()
     engine.close()
     logger.info("cache server at %s has ended", endpoint)

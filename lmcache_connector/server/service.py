@@ -151,6 +151,10 @@ class PoolService:
         instance = self._instances.get(name)
         return instance is not None and instance.num_mapped == len(self.extents)
 
+    def is_alive(self) -> bool:
+        """Whether connections are served."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End all connections and remove the endpoint's names. No callback comes after."""
         # First: as long as we listen, nobody else takes the name or the inode.
@@ -198,7 +202,10 @@ class PoolService:
         uid = sockets.peer_uid(connection)
         trusted = sockets.is_trusted(uid) or uid in self.allowed_uids
         if not trusted or len(self._sessions) >= _MAX_SESSIONS:
-            logger.warning(
+            warn_every(
+                logger,
+                "refused",
+                10.0,
                 "memory socket: refused a connection of user %d (%d are open)",
                 uid,
                 len(self._sessions),

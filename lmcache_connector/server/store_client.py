@@ -67,8 +67,8 @@ class StoreClient:
         self._lock = threading.Lock()
         self._open_loads: set[int] = set()
         self._open_stores: set[int] = set()
-        # Lookup -> when it was last asked about and the answer, while it is PENDING.
-        self._polled: dict[int, tuple[float, Any]] = {}
+        # Lookup -> when it was last asked about, what, and the answer, while it is PENDING.
+        self._polled: dict[int, tuple[float, messages.Message | None, Any]] = {}
         self._stats = StoreStats(0, 0, 0, 0, 0, 0, {}, 0)
         self._stats_due = 0.0
         self._closing = threading.Event()
@@ -103,13 +103,13 @@ class StoreClient:
 
     def _poll(self, message: messages.Lookup | messages.Narrow, lost: object) -> Any:
         """The answer, or the last one to the same question when it is too early to ask again."""
-        asked, answer = self._polled.pop(message.lookup_id, (0.0, None))
+        asked, what, answer = self._polled.pop(message.lookup_id, (0.0, None, None))
         now = time.monotonic()
         early = now - asked < _POLL_SECONDS * (len(self._polled) + 1)
-        if not (early and isinstance(answer, type(lost))):
+        if not (early and what == message):
             asked, answer = now, self._call(message) or lost
         if LookupState.PENDING in (answer, getattr(answer, "state", None)):
-            self._polled[message.lookup_id] = (asked, answer)
+            self._polled[message.lookup_id] = (asked, message, answer)
         return answer
 
     def release(self, lookup_id: int) -> None:

@@ -19,6 +19,9 @@ from lmcache_connector.storage.session import Looking, StoreSession
 from lmcache_connector.storage.tiering import Channel, Job, Question, Tiering
 from lmcache_connector.storage.tiers.base import Tier, value_name
 
+# Rows deleted at a time: schedulers wait for the lock meanwhile.
+_CLEAR_ROWS = 512
+
 
 @dataclass(eq=False)
 class Fetch:
@@ -222,10 +225,12 @@ class StorageEngine:
             cleared = [
                 entry for entry in self.rows.index.entries() if namespace in ("", entry.namespace)
             ]
-            for entry in cleared:
-                self.rows.remove(entry)
             names = {namespace} if namespace else {session.namespace for session in self.sessions}
             names |= {entry.namespace for entry in cleared}
+        for start in range(0, len(cleared), _CLEAR_ROWS):
+            with self.lock:
+                for entry in cleared[start : start + _CLEAR_ROWS]:
+                    self.rows.remove(entry)
         if self.tiering is not None:
             for name in names:
                 self.tiering.clear(name)
@@ -234,15 +239,12 @@ class StorageEngine:
     def namespaces(self) -> dict[str, tuple[int, int, int]]:
         """Rows, bytes and pinned rows in the pool, by namespace."""
         with self.lock:
-            held: dict[str, tuple[int, int, int]] = {}
-            for entry in self.rows.index.entries():
-                rows, num_bytes, pinned = held.get(entry.namespace, (0, 0, 0))
-                held[entry.namespace] = (
-                    rows + 1,
-                    num_bytes + entry.num_bytes,
-                    pinned + entry.is_kept,
-                )
-            return held
+            entries = list(self.rows.index.entries())
+        held: dict[str, tuple[int, int, int]] = {}
+        for entry in entries:
+            rows, num_bytes, pinned = held.get(entry.namespace, (0, 0, 0))
+            held[entry.namespace] = rows + 1, num_bytes + entry.num_bytes, pinned + entry.is_kept
+        return held
 
     def stats(self) -> StoreStats:
         """Snapshot over all sessions."""

@@ -164,6 +164,8 @@ class CacheWorker:
         if group is None or (storing and not self.geometry.owns_shard_of(group)):
             return None
         shard = self.geometry.shard_of(group)
+        if shard >= len(obj.slots):
+            raise GeometryError(f"a row of {len(obj.slots)} shards has no shard {shard}")
         slot: SlotRef = obj.slots[shard]
         nbytes = jobs.add(group, obj, slot, client.address(slot), whole=storing)
         digest = None if storing else obj.digests[shard]

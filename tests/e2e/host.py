@@ -20,6 +20,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Several engines share few cores: threads that wait must not spin.
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # vLLM compiles parts of its sampler anew for many shapes, which takes seconds each time.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # collective_rpc with functions of this file.

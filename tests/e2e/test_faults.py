@@ -65,9 +65,7 @@ index = host.engine.rows.index
 # Rows in the order of their chunks: LRU order of one prompt is tail first.
 rows = [entry for entry in index.entries() if entry.key[1] == args["group"]]
 rows.sort(key=lambda entry: entry.row.slots[0].offset)
-entry = rows[args["chunk"]]
-index.remove(entry)
-host.engine.rows.free(entry.row.slots)
+host.engine.rows.remove(rows[args["chunk"]])
 result = host.generate([args["prompt"]], args["tokens"])[0]
 """,
         group=group,

@@ -56,6 +56,7 @@ def vllm_config(tp: int = 1, dcp: int = 1, **more: Any) -> SimpleNamespace:
     fields = {
         "parallel_config": parallel(tp, dcp),
         "speculative_config": None,
+        "instance_id": "1",
         "kv_transfer_config": transfer,
         "cache_config": SimpleNamespace(block_size=128, enable_prefix_caching=True),
         **more,
@@ -467,6 +468,12 @@ def test_request_parameters_reach_the_view() -> None:
 # ---- namespaces ---------------------------------------------------------------------------------
 
 
+def test_two_engines_of_one_configured_id_have_names_of_their_own() -> None:
+    first, second = vllm_config(instance_id="1"), vllm_config(instance_id="2")
+    assert vllm_view.engine_name(first) == vllm_view.engine_name(vllm_config(instance_id="1"))
+    assert vllm_view.engine_name(first) != vllm_view.engine_name(second)
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     path = tmp_path / "model"
@@ -499,6 +506,7 @@ def facts(model_dir: Path, **change: Any) -> dict[str, object]:
         parallel_config=parallel(change.pop("tp", 1), change.pop("dcp", 1)),
         speculative_config=None,
         quant_config=None,
+        load_config=SimpleNamespace(load_format=change.pop("load_format", "auto")),
     )
     assert not change
     return vllm_view.namespace_facts(config)
@@ -515,6 +523,7 @@ def facts(model_dir: Path, **change: Any) -> dict[str, object]:
         {"tp": 2},
         {"dcp": 2},
         {"scales": True},
+        {"load_format": "dummy"},
     ],
     ids=lambda change: next(iter(change)),
 )

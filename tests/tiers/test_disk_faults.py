@@ -97,7 +97,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     ("url", "part"),
     [
         ("file://tmp/x", "file:///dir"),
-        ("file:tmp/x", "file:///dir"),
+        ("file:tmp/x", "such as file:///"),
         ("file://", "file:///dir"),
         ("file:///tmp/%00", "file:///dir"),
         ("file:///tmp/x?max_size=lots", "max_size=lots"),

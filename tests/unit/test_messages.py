@@ -29,16 +29,18 @@ HASH = b"h" * 32
 ids = st.integers(0, 2**62)
 hashes = st.binary(min_size=32, max_size=32)
 keys = st.tuples(hashes, st.sampled_from(["full", "window-255", "state"]))
+namespaces = st.just("") | st.text("0123456789abcdef", min_size=16, max_size=16)
+texts = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=9)
 digests = st.lists(st.integers(0, 2**64 - 1), max_size=4)
 slots = st.builds(SlotRef, ids, ids, ids)
 MESSAGES: dict[type[messages.Message], st.SearchStrategy[Any]] = {
     messages.RegisterKVCache: st.builds(
         messages.RegisterKVCache,
-        st.text(max_size=9),
-        st.text(max_size=9),
+        texts,
+        texts,
         hashes,
         st.just([]),
-        st.text(max_size=9),
+        texts,
         st.lists(ids),
         st.lists(ids),
     ),
@@ -63,8 +65,8 @@ MESSAGES: dict[type[messages.Message], st.SearchStrategy[Any]] = {
     messages.Ping: st.just(messages.Ping()),
     messages.Stats: st.builds(messages.Stats, st.none() | st.tuples(st.lists(ids), st.lists(ids))),
     messages.Status: st.just(messages.Status()),
-    messages.Probe: st.builds(messages.Probe, st.text(max_size=16), st.lists(hashes)),
-    messages.ClearNamespace: st.builds(messages.ClearNamespace, st.text(max_size=16)),
+    messages.Probe: st.builds(messages.Probe, namespaces, st.lists(hashes)),
+    messages.ClearNamespace: st.builds(messages.ClearNamespace, namespaces),
     messages.Pin: st.builds(messages.Pin, st.lists(hashes), st.booleans()),
 }
 any_message = st.one_of(*MESSAGES.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from lmcache_connector.metadata import PoolRef, SlotRef
 from lmcache_connector.storage.base import Commit, GroupShards, LookupState, NewRow, RowKey
 from lmcache_connector.storage.engine import StorageEngine
+from lmcache_connector.storage.index import Entry
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.session import StoreSession
 
@@ -514,6 +516,42 @@ def test_a_namespace_is_cleared_and_others_stay(open_engine: OpenEngine) -> None
     assert engine.clear_namespace("no such one") == 0
     assert engine.clear_namespace("") == 2
     assert engine.stats().used_bytes == 0
+
+
+def test_management_of_many_rows_keeps_nobody_waiting(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(8)
+    store(open_session(engine), "abcdefgh")
+    held, most = 0, 0
+    remove, num_bytes = engine.rows.remove, Entry.num_bytes.fget
+
+    class Lock:
+        def __enter__(self) -> None:
+            nonlocal held
+            held = 0
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal most, held
+            most, held = max(most, held), 0
+
+    def worked(function: Any) -> Any:
+        def work(*arguments: Any) -> Any:
+            nonlocal held
+            held += 1
+            return function(*arguments)
+
+        return work
+
+    monkeypatch.setattr("lmcache_connector.storage.engine._CLEAR_ROWS", 2)
+    monkeypatch.setattr(engine, "lock", Lock())
+    with monkeypatch.context() as patch:
+        patch.setattr(Entry, "num_bytes", property(worked(num_bytes)))
+        assert engine.namespaces() == {name_of(ALPHA): (8, 8 * PAGE, 0)}
+    assert most == 0
+    monkeypatch.setattr(engine.rows, "remove", worked(remove))
+    assert engine.clear_namespace("") == 8
+    assert most == 2
 
 
 def test_probing_takes_nothing_and_pins_nothing(open_engine: OpenEngine) -> None:

@@ -189,6 +189,8 @@ def refusals(bed: Bed) -> dict[str, tuple[list[ObjectOp], dict[str, Any]]]:
     many, unmapped = bed.objects(), bed.objects()
     many[0].block_ids[0] = [1, 2, 3]
     unmapped[0].slots[0] = SlotRef(1, 0, 4096)
+    shards = bed.objects()
+    shards[0].slots.clear()
     return {
         "another life of the pool": (bed.objects(), {"incarnation": "other"}),
         "a slot too small": (narrow, {}),
@@ -196,6 +198,7 @@ def refusals(bed: Bed) -> dict[str, tuple[list[ObjectOp], dict[str, Any]]]:
         "a negative block": (negative, {}),
         "more blocks than are kept": (many, {}),
         "an extent that is not mapped": (unmapped, {}),
+        "a row of fewer shards": (shards, {}),
     }
 
 

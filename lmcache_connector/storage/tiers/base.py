@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import xxhash
 
+from lmcache_connector.config import parse_url
 from lmcache_connector.errors import ConfigError, ConnectorError
 
 # namespace / chunk hash - group tag
@@ -91,21 +92,17 @@ class Tier(Protocol):
 def parse_tier_url(text: str) -> TierUrl:
     """Raises ConfigError for anything but a known scheme without credentials."""
     try:
+        parse_url(text)  # from here on it may be told
+    except ValueError as error:
+        raise ConfigError([f"tiers: {error}"]) from None
+    try:
         parts = urlsplit(text)
-        has_credentials = "@" in parts.netloc
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
         raise ConfigError([f"tiers: {text!r} is no URL: {error}"]) from None
     if parts.scheme not in _MODULES:
         known = ", ".join(f"{scheme}://" for scheme in _MODULES)
-        raise ConfigError([f"tiers: the scheme of {text.split('@')[-1]!r} is none of {known}"])
-    if has_credentials:
-        raise ConfigError(
-            [
-                f"tiers: {parts.scheme}://...@{parts.netloc.rpartition('@')[2]} holds "
-                "credentials; give them in the environment (see the documentation of tiers)"
-            ]
-        )
+        raise ConfigError([f"tiers: the scheme of {text!r} is none of {known}"])
     return TierUrl(text, parts.scheme, parts.netloc, parts.path, dict(pairs))
 
 
