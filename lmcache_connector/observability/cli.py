@@ -120,10 +120,12 @@ def _prompt_command(
 def clear(
     socket: Socket = None,
     namespace: Namespace = None,
-    everything: Annotated[bool, typer.Option("--all", help="Of all models.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Of all attached, or in the pool.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete what is cached of one model, or all of it, in the pool and in the tiers."""
+    """Delete what is cached of one model, or of all, in the pool and in the tiers."""
     if bool(namespace) == everything:
         raise typer.BadParameter("give either --namespace, as `status` names it, or --all")
     endpoint = _endpoint(socket)
@@ -131,7 +133,7 @@ def clear(
         typer.confirm(f"{endpoint}: delete {namespace or 'all'}, in its tiers too?", abort=True)
     with managing(endpoint) as ask:
         rows: int = ask(messages.ClearNamespace(namespace or ""))
-    typer.echo(f"{rows} rows deleted from the pool, and what the tiers held")
+    typer.echo(f"{rows} rows deleted from the pool; tiers that answer delete theirs now")
 
 
 @app.command()

@@ -35,6 +35,13 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = " ".join((thread / "children").read_text() for thread in threads).split()
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 

@@ -127,11 +127,13 @@ class House:
 
     def measure(self) -> dict[str, int]:
         """What may not grow."""
-        pid = "import os; result = host.on_workers(lambda worker: os.getpid())[0]"
-        pids = {name: engine.run(pid) for name, engine in self.engines.items()}
-        pids["server"] = self.server.process.pid
-        found = {f"descriptors of {name}": audit.num_descriptors(pids[name]) for name in pids}
-        found |= {f"extents mapped by {name}": audit.num_maps(pids[name]) for name in pids}
+        processes = {"server": self.server, **self.engines}
+        found = {}
+        for name, one in processes.items():
+            pids = audit.family(one.process.pid)
+            found[f"processes of {name}"] = len(pids)
+            found[f"descriptors of {name}"] = sum(map(audit.num_descriptors, pids))
+            found[f"extents mapped by {name}"] = sum(map(audit.num_maps, pids))
         self.say(str(found))
         return found
 
@@ -271,7 +273,8 @@ class Chaos:
                 if self.random.random() < 0.7 or what in ("store", "load"):
                     # Else it comes before they have recovered from the one before.
                     self.house.wait_attached(len(self.house.engines) - len(self._doomed))
-                self._issue(count, 0.5 + seconds)
+                # One is left for a server that is stopped.
+                self._issue(count - (what == "stop"), 0.5 + seconds)
                 time.sleep(self.random.uniform(0.0, 0.5))
                 self.house.say(f"event {number}: {what} {whom} {seconds:.2f} s, {count} requests")
                 if whom == "server":
@@ -302,10 +305,11 @@ class Chaos:
             self._batches.extend(sorted(batches))
             self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def _wait(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
         """Until it holds; not beyond a failure."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or condition())
+            held = self._changed.wait_for(lambda: self._ended or condition(), seconds)
+        assert held, "requests hang"
 
     def _disturb_server(self, what: str, seconds: float) -> None:
         server = self.house.server
@@ -313,6 +317,9 @@ class Chaos:
             server.stop()
             time.sleep(seconds)
         if what == "stop":
+            self._issue(1, 0.0)
+            if seconds > 1.0:
+                self._wait(lambda: not self._unanswered, 30.0)
             return server.cont()
         (server.terminate if what == "term" else server.kill)()
         time.sleep(seconds if what != "stop and kill" else 0.0)
@@ -324,8 +331,8 @@ class Chaos:
         if what == "stop":
             os.killpg(pid, signal.SIGSTOP)
             time.sleep(seconds)
-            os.killpg(pid, signal.SIGCONT)
-            return
+            self._issue(1, 0.0)
+            return os.killpg(pid, signal.SIGCONT)
         with self._changed:
             self._doomed.add(whom)
             if what != "kill":

@@ -380,6 +380,19 @@ def test_a_registration_is_refused_with_the_difference(
     assert house.names() == []
 
 
+def test_ranks_that_contradict_each_other_are_refused(house: House) -> None:
+    groups = [kernel_group(0, ReuseRule(ReuseKind.STATE), 16)]
+    other = msgspec.structs.replace(
+        geometry(1, 2),
+        pp_size=1 << 40,  # as many objects a chunk
+        engine_groups=engine_group_infos(groups),
+        kernel_groups=tuple(groups),
+    )
+    message = msgspec.structs.replace(registration(), geometries=[geometry(0, 2), other])
+    with pytest.raises(RefusedError, match="rank 1 is in"):
+        house.session().call(message, TIMEOUT)
+
+
 def test_an_attention_chunk_that_never_repeats_is_refused(house: House) -> None:
     groups = [kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 2**61 - 1), 16)]
     message = broken(engine_groups=engine_group_infos(groups), kernel_groups=tuple(groups))
@@ -454,6 +467,31 @@ def test_what_cannot_be_done_is_answered(
     # In the client it is a miss, and the session goes on.
     client._tell(message)
     assert client.wait_ready(0.0)
+
+
+def test_rows_without_bytes_are_refused(house: House) -> None:
+    groups = [kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 2 * CHUNK), 16)]
+    message = broken(engine_groups=engine_group_infos(groups), kernel_groups=tuple(groups))
+    session = house.session()
+    session.call(message, TIMEOUT)
+    house.worker()
+    until(lambda: session.call(messages.Ping(), TIMEOUT))
+    with pytest.raises(RefusedError, match="other sizes"):
+        session.call(messages.PrepareStore(1, [NewRow([0])], []), TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(messages.ClearNamespace(name) for name in ("/", ".*", "..", "0" * 17, "0" * 16 + "\n")),
+        messages.Probe("*", []),
+        registration("a\nb"),
+        msgspec.structs.replace(registration(), model="\x1b[2J"),
+    ],
+)
+def test_names_that_could_mean_more_are_refused(house: House, message: messages.Message) -> None:
+    with pytest.raises(RefusedError, match="malformed"):
+        house.session().call(message, TIMEOUT)
 
 
 def test_open_lookups_are_limited(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,6 +572,39 @@ def test_another_user_gets_no_token(house: House, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(LOST):
         Session(house.endpoint, 1.0)
     monkeypatch.undo()
+
+
+OTHER_USER = """
+import os, sys, zmq
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+    peer.linger = 0
+    peer.connect(f"ipc://{sys.argv[1]}")
+    peer.send(b"?")
+    print(peer.poll(int(sys.argv[3])))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_users_who_are_not_allowed_are_not_even_heard(directory: Path) -> None:
+    directory.chmod(0o711)
+    pool = MemoryPool(MIB)
+    service = PoolService(pool.extents, directory / "kv", exclusive=True, allowed_uids=[1234])
+    service.start()
+    server = CacheServer(StorageEngine(pool, shared=True), service)
+    server.start()
+
+    def heard(uid: int, milliseconds: int) -> bool:
+        command = [sys.executable, "-c", OTHER_USER, str(service.endpoint), str(uid)]
+        return b"1" in subprocess.check_output([*command, str(milliseconds)])
+
+    assert heard(1234, 10_000)
+    assert not heard(1235, 300)
+    service.close()
+    server.close()
+    pool.close()
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -628,8 +699,7 @@ def test_waiting_lookups_are_asked_about_in_turn(
     # Another question is not answered with the answer to the last one.
     assert lonely.narrow(2, []) is LookupState.PENDING
     assert lonely.narrow(2, []) is LookupState.PENDING
-    now[0] += 0.005
-    assert lonely.narrow(2, []) is LookupState.READY
+    assert lonely.narrow(2, [(chunk(0), "full")]) is LookupState.READY
     assert answers.answers == []
 
 
@@ -781,6 +851,16 @@ def test_a_server_starts_fast_ends_cleanly_and_owns_its_name(server: Server) -> 
     assert names(server) == ["kv", "kv.fd"]
     assert server.end(signal.SIGTERM) == 0, server.text()
     assert names(server) == []
+
+
+def test_a_server_whose_memory_socket_has_failed_ends(directory: Path) -> None:
+    fail = """
+from lmcache_connector.server.service import PoolService
+PoolService._serve_events = lambda self: 1 / 0
+"""
+    command = [sys.executable, "-c", fail + SERVER, f"ipc://{directory}/s/kv", str(MIB)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert "RuntimeError: a thread of the server has ended" in process.stderr
 
 
 def test_a_network_endpoint_is_refused() -> None:

@@ -17,6 +17,7 @@ from lmcache_connector.config import (
     parse_request_params,
 )
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.tiers.base import parse_tier_url
 
 GIB = 1 << 30
 DEFAULTS = Config(
@@ -327,3 +328,23 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(key: str) -> None:
     assert "environment" in str(error.value)
     assert "secret" not in str(error.value)
     assert load_config({key: "file:///a@b"}, {}).config.tier_urls == ("file:///a@b",)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:se/cret@host:6379",
+        "redis://:se#cret@host:6379",
+        "redis://:se?cret@host:6379",
+        "redis://:se[cret@host:6379",
+        "redis://:secret%40host:6379",
+        "s3://bucket?endpoint=http://me:secret@host",
+        "s3://bucket?endpoint=http%3A%2F%2Fme%3Asecret%40host",
+    ],
+)
+def test_credentials_are_found_where_they_are_not_escaped(url: str) -> None:
+    with pytest.raises(ConfigError, match="credentials are given in") as first:
+        load_config({"tiers": ["file:///a", url]}, {})
+    with pytest.raises(ConfigError, match="credentials are given in") as second:
+        parse_tier_url(url)
+    assert "cret" not in str(first.value) + str(second.value)
