@@ -138,4 +138,5 @@ def step_view(scheduler_output: SchedulerOutput) -> StepView:
         scheduled=scheduler_output.num_scheduled_tokens,
         block_ids=state.get_block_ids,
         boundary_states=state.boundary_state_offloads,
+        drafts=scheduler_output.scheduled_spec_decode_tokens,
     )

@@ -143,3 +143,5 @@ class StepView:
     block_ids: Callable[[str], Sequence[Sequence[int]] | None]
     # Request id -> (engine group, block id, boundary in tokens).
     boundary_states: Mapping[str, Sequence[tuple[int, int, int]]]
+    # Request id -> those of its scheduled tokens, the last ones, that the model may reject.
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -246,7 +246,10 @@ class CacheScheduler:
             # A session went on: what it had not computed by then may be other tokens now.
             state.chain.truncate(view.num_computed_tokens)
             state.num_prompt_tokens = view.num_prompt_tokens
-        limit = end if self._config.save_decode_cache else min(end, view.num_prompt_tokens)
+        # A chunk that a draft ends is stored once the draft has been accepted.
+        limit = end - len(step.drafts.get(view.request_id, ()))
+        if not self._config.save_decode_cache:
+            limit = min(limit, view.num_prompt_tokens)
         if state.params.max_offload_tokens is not None:
             limit = min(limit, state.params.max_offload_tokens)
         end_chunk = limit // self._layout.chunk_tokens
