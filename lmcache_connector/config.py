@@ -8,6 +8,7 @@ environment ``LMCACHE_`` + the key in upper case, then the YAML file named by
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -51,6 +52,8 @@ class Config(msgspec.Struct, frozen=True):
     fail_on_load_error: bool
     min_hit_tokens: int
     max_offload_tokens: int | None
+    # Read further in hidden_states/settings.py.
+    extract_hidden_states: dict[str, object]
 
     @property
     def tier_urls(self) -> tuple[str, ...]:
@@ -169,6 +172,11 @@ def _parse_urls(value: object) -> tuple[str, ...]:
     if not isinstance(urls, list | tuple):
         raise ValueError("expected a list of URLs, nearest first (or text with commas between)")
     return tuple(parse_url(url) for url in urls)
+
+
+def _parse_mapping(value: object) -> dict[str, object]:
+    decoded = json.loads(value) if isinstance(value, str) else value
+    return msgspec.convert(decoded, dict[str, object])
 
 
 def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T | None]:
@@ -304,6 +312,17 @@ OPTIONS = (
         _show,
         "Only the first so many tokens of a request are stored; `none`: all. A request may set "
         "it in `kv_transfer_params`.",
+    ),
+    Option(
+        "extract_hidden_states",
+        "extract_hidden_states",
+        {},
+        _parse_mapping,
+        json.dumps,
+        "Files of the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
+        "`shared_storage_path` (required), `include_output_tokens`, `layers`, `opt_in`, "
+        "`max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, `use_synchronization_lock`, "
+        "`allow_custom_save_path`; `{}`: no files.",
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}

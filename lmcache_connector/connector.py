@@ -105,8 +105,7 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler_side.on_finished(request)
-        return False, None
+        return self.scheduler_side.on_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_work()
@@ -124,7 +123,7 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker_side.start_loads(self._connector_metadata)
+        self.worker_side.start_loads(self._connector_metadata, forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous and whole-step: no forward waits for a layer."""
@@ -132,14 +131,18 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Stores are whole-step: per-layer hooks never fire for state layers."""
+        """Stores are whole-step (this hook never fires for state layers), but rows of hidden
+        states are not there in every step."""
+        self.worker_side.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker_side.save(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = self.worker_side.take_results()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        sent, received, failed = self.worker_side.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
 
     def build_connector_worker_meta(self) -> Any:
         return self.worker_side.take_meta()

@@ -22,10 +22,13 @@ from lmcache_connector.config import (
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ConfigError, StartupError
 from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
+from lmcache_connector.hidden_states.extract import Extractor
+from lmcache_connector.hidden_states.settings import ExtractSettings, parse_settings
 from lmcache_connector.keys import namespace_digest
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import StepMeta, WorkerMeta
+from lmcache_connector.scheduler.exports import ExportPlanner
 from lmcache_connector.scheduler.scheduler import CacheScheduler
 from lmcache_connector.server.embedded import EmbeddedStore
 from lmcache_connector.server.messages import RegisterKVCache
@@ -70,6 +73,13 @@ class _Setup:
         if loaded is not None and owns_pool and loaded.config.server is None:
             problem = check_memory_budget(loaded.config.max_local_cpu_bytes)
             problems.extend([problem] if problem else [])
+        self.taps = vllm_view.hidden_state_taps(vllm_config)
+        self.extract: ExtractSettings | None = None
+        if loaded is not None and loaded.config.extract_hidden_states:
+            try:
+                self.extract = parse_settings(loaded.config.extract_hidden_states, self.taps)
+            except ConfigError as error:
+                problems.extend(error.problems)
         self.groups: tuple[EngineGroupSpec, ...] = groups
         if not group_problems:
             try:
@@ -114,6 +124,8 @@ class SchedulerSide:
             counters=Counters(),
             checkpoint_groups=vllm_view.checkpoint_groups(kv_cache_config),
         )
+        self._layout: CacheLayout | None = None
+        self._exports = ExportPlanner(setup.extract, setup.taps) if setup.extract else None
         parallel = vllm_config.parallel_config
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._early_geometries: dict[int, WorkerGeometry] = {}
@@ -155,7 +167,7 @@ class SchedulerSide:
 
     def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
         setup, model = self._setup, str(self._vllm_config.model_config.model)
-        layout = CacheLayout(geometries)
+        layout = self._layout = CacheLayout(geometries)
         namespace = self._scheduler.namespace(layout)
         store: EmbeddedStore | StoreClient
         if setup.config.server is not None:
@@ -236,6 +248,8 @@ class SchedulerSide:
             self._check_block_size()
         view = self._view(request)
         self._scheduler.on_new_request(view, self._params(view))
+        if self._exports is not None and vllm_request.has_token_ids(request):
+            self._exports.arrive(view, view.kv_transfer_params)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         if not self._scheduler.knows(request.request_id):
@@ -248,7 +262,11 @@ class SchedulerSide:
         self._scheduler.after_alloc(request.request_id, block_ids, external_tokens)
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
-        return self._scheduler.build_step(vllm_request.step_view(scheduler_output))
+        view = vllm_request.step_view(scheduler_output)
+        meta = self._scheduler.build_step(view)
+        if self._exports is not None:
+            meta.extract = self._exports.step(view.scheduled)
+        return meta
 
     def on_worker_meta(self, meta: Any) -> None:
         if not isinstance(meta, WorkerMeta):
@@ -260,8 +278,17 @@ class SchedulerSide:
                 self._attach(list(self._early_geometries.values()), wait_seconds=0.0)
         self._scheduler.on_worker_meta(meta)
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks are still needed, what its answer tells)."""
         self._scheduler.on_finished(request.request_id)
+        if self._exports is None:
+            return False, None
+        normally = vllm_request.ended_normally(request)
+        view = self._view(request)
+        path = self._exports.finish(view, block_ids, self._layout, normally=normally)
+        return path is not None, {"hidden_states_path": path} if path is not None else None
 
     def has_pending_work(self) -> bool:
         return self._scheduler.has_pending_work()
@@ -288,6 +315,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._setup = _Setup(vllm_config, kv_cache_config, owns_pool=False)
         self._worker: CacheWorker | None = None
+        self._extractor: Extractor | None = None
         self._geometry_known = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -303,6 +331,15 @@ class WorkerSide:
         )
         copier = make_copier(device_of(kv_caches))
         self._worker = CacheWorker(registration, copier, Counters())
+        for spec in (layer for group in self._setup.groups for layer in group.layers):
+            if spec.family == "hidden":
+                self._extractor = Extractor(
+                    self._setup.extract,
+                    self._setup.taps,
+                    spec,
+                    kv_caches[spec.name],
+                    writes=registration.geometry.tp_rank == 0,
+                )
 
     def handshake(self) -> WorkerGeometry | None:
         """What this rank registered. The scheduler side opens the pool when it has all of them,
@@ -312,17 +349,31 @@ class WorkerSide:
         self._worker.attach(str(memory_path(self._setup.endpoint)), self._setup.instance)
         return self._worker.geometry
 
-    def start_loads(self, meta: Any) -> None:
+    def start_loads(self, meta: Any, forward_context: Any) -> None:
         if isinstance(meta, StepMeta) and self._worker is not None:
             self._geometry_known |= meta.pool is not None
             self._worker.start_loads(meta)
+            if self._extractor is not None:
+                layer = self._extractor.layer_name
+                self._extractor.expect(vllm_view.slots_of_layer(forward_context, layer))
+                if meta.extract is not None:
+                    self._extractor.start(meta.extract)
+
+    def layer_saved(self, layer_name: str) -> None:
+        if self._extractor is not None and layer_name == self._extractor.layer_name:
+            self._extractor.written()
 
     def save(self, meta: Any) -> None:
         if isinstance(meta, StepMeta) and self._worker is not None:
-            self._worker.save(meta)
+            has_rows = self._extractor is None or self._extractor.all_written()
+            self._worker.save(meta, has_rows=has_rows)
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        return self._worker.take_results() if self._worker is not None else (set(), set())
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests sent; received; and those of the latter whose load failed."""
+        if self._worker is None:
+            return set(), set(), set()
+        sent = self._extractor.take_sent() if self._extractor is not None else set()
+        return sent, *self._worker.take_results()
 
     def take_meta(self) -> WorkerMeta | None:
         if self._worker is None:
@@ -337,6 +388,9 @@ class WorkerSide:
         return self._worker.counters.take() if self._worker is not None else {}
 
     def shutdown(self) -> None:
+        if self._extractor is not None:
+            self._extractor.close()
+            self._extractor = None
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None

@@ -134,6 +134,11 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
             f"--speculative-config method {speculative.method!r} is not supported with this "
             "connector: a drafter's own cache would not be restored; remove it"
         )
+    if speculative is not None and parallel.pipeline_parallel_size > 1:
+        problems.append(
+            "hidden states are extracted on the last pipeline stage only, which no other can "
+            "restore; use --pipeline-parallel-size 1"
+        )
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ("kv_both", "kv_producer", "kv_consumer"):
         problems.append(
@@ -341,15 +346,19 @@ def rank_facts() -> tuple[int, int, int, int, int]:
     return rank, pp.rank_in_group, pp.world_size, tp.rank_in_group, tp.world_size
 
 
+def slots_of_layer(forward_context: Any, layer_name: str) -> torch.Tensor | None:
+    """Slots of the step's tokens in a layer's cache, -1 for padding; None where the runner does
+    not tell them (it then writes every layer in every step)."""
+    slots = getattr(forward_context, "slot_mapping", None)
+    return slots.get(layer_name) if isinstance(slots, dict) else None
+
+
 def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     """What, besides the workers' geometry, makes cached bytes mean the same thing."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
     quantization = vllm_config.quant_config
-    draft = getattr(speculative, "draft_model_config", None)
-    taps = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", ())
     facts: dict[str, object] = {
         "model": model_digest(model.model, _commit(model)),
         "config": _config_text(model.hf_config),
@@ -363,7 +372,7 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": parallel.decode_context_parallel_size,
         "interleave": str(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
-        "hidden_state_taps": ",".join(str(tap) for tap in taps or ()),
+        "hidden_state_taps": ",".join(map(str, hidden_state_taps(vllm_config))),
     }
     if "longrope" in str(facts["text_config"]):
         # LongRoPE chooses its factors by the model length that the engine serves.
@@ -372,6 +381,13 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         # Scales found from this process's first batch: no other process can read the bytes.
         facts["kv_scales"] = os.urandom(16).hex()
     return facts
+
+
+def hidden_state_taps(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Layers whose inputs vLLM extracts, in the order of its rows, which is ascending."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    taps = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", None)
+    return tuple(sorted(taps or ()))
 
 
 def _config_text(config: Any) -> str:
