@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import yaml
@@ -33,6 +33,7 @@ _SIZE_UNITS = {
 }
 # user:password@ of a URL
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#]*@")
+_LayerIndex = Annotated[int, msgspec.Meta(ge=-(1 << 15), lt=1 << 15)]
 _TRUE = ("true", "1", "yes")
 _FALSE = ("false", "0", "no")
 
@@ -54,6 +55,15 @@ class Config(msgspec.Struct, frozen=True):
     max_offload_tokens: int | None
     # Read further in hidden_states/settings.py.
     extract_hidden_states: dict[str, object]
+    enable_hidden_state_cache: bool
+    max_hidden_state_cpu_bytes: int
+    hidden_state_layers: tuple[int, ...] | None
+    hidden_state_dtype: str
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the pool of hidden states; 0 where there is none."""
+        return self.max_hidden_state_cpu_bytes if self.enable_hidden_state_cache else 0
 
     @property
     def tier_urls(self) -> tuple[str, ...]:
@@ -114,6 +124,29 @@ def parse_size(value: object) -> int:
             'expected a size above 0: a number of GiB such as 4, or text such as "512MiB", "1.5GB"'
         )
     return int(number * unit)
+
+
+def _parse_hidden_size(value: object) -> int:
+    # 0 is what the size may be while there is no such pool.
+    return 0 if str(value).strip() in ("0", "0.0", "none") else parse_size(value)
+
+
+def _parse_layers(value: object) -> tuple[int, ...]:
+    layers = list(map(str.strip, value.split(","))) if isinstance(value, str) else value
+    try:
+        if not isinstance(layers, list | tuple) or not layers:
+            raise ValueError
+        if any(isinstance(layer, bool | float) for layer in layers):
+            raise ValueError
+        return tuple(dict.fromkeys(msgspec.convert(layers, list[_LayerIndex], strict=False)))
+    except ValueError:
+        raise ValueError("expected a list of layer indices such as [0, 24, -1]") from None
+
+
+def _parse_hidden_dtype(value: object) -> str:
+    if value not in ("native", "float32"):
+        raise ValueError("expected native or float32")
+    return str(value)
 
 
 def _parse_chunk_size(value: object) -> int:
@@ -314,6 +347,41 @@ OPTIONS = (
         "it in `kv_transfer_params`.",
     ),
     Option(
+        "enable_hidden_state_cache",
+        "enable_hidden_state_cache",
+        False,
+        _parse_bool,
+        _show,
+        "`true`: keep hidden states too, as the model's worker gives them to "
+        "`engine.hidden_state_store`, which is `None` otherwise.",
+    ),
+    Option(
+        "max_hidden_state_cpu_size",
+        "max_hidden_state_cpu_bytes",
+        0,
+        _parse_hidden_size,
+        lambda size: _show_size(size) if size else "none",
+        "CPU memory of the pool of hidden states, beside that of the KV; needed with "
+        "`enable_hidden_state_cache`. With `server` it is given to the server.",
+    ),
+    Option(
+        "hidden_state_layers",
+        "hidden_state_layers",
+        None,
+        _or_none("all", _parse_layers),
+        lambda layers: ",".join(map(str, layers)) if isinstance(layers, tuple) else "all",
+        "The only layer indices that are stored. A prefix is then a hit only as far as the rows "
+        "of all of them are there. `all`: whatever is given, and KV is a hit without rows.",
+    ),
+    Option(
+        "hidden_state_dtype",
+        "hidden_state_dtype",
+        "native",
+        _parse_hidden_dtype,
+        _show,
+        "`native`: hidden states are kept in the dtype they are given in; `float32`: converted.",
+    ),
+    Option(
         "extract_hidden_states",
         "extract_hidden_states",
         {},
@@ -366,7 +434,15 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
     if problems:
         raise ConfigError(problems)
     parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
-    return LoadedConfig(msgspec.convert(parsed, Config), origins, _unread_variables(environ))
+    config = msgspec.convert(parsed, Config)
+    if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >= 1 << 20):
+        raise ConfigError(
+            [
+                "enable_hidden_state_cache needs a pool: set max_hidden_state_cpu_size to a number "
+                f"of GiB above 0, such as 4 (it is {config.hidden_bytes} bytes)."
+            ]
+        )
+    return LoadedConfig(config, origins, _unread_variables(environ))
 
 
 def parse_request_params(

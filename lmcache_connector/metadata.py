@@ -90,6 +90,14 @@ class ExtractStep(msgspec.Struct, array_like=True):
     dropped: list[str] = []
 
 
+class HiddenRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where the worker keeps hidden states: ``ipc:///path``, and the 32 bytes that their chunk
+    hashes are chained from now."""
+
+    endpoint: str
+    namespace: bytes
+
+
 class StepMeta(msgspec.Struct, array_like=True):
     """Scheduler side to workers, once per step."""
 
@@ -97,6 +105,7 @@ class StepMeta(msgspec.Struct, array_like=True):
     stores: list[StoreOp] = []
     loads: list[LoadOp] = []
     extract: ExtractStep | None = None
+    hidden: HiddenRef | None = None
 
 
 class StoreReport(msgspec.Struct, frozen=True, array_like=True):
