@@ -34,6 +34,7 @@ _SIZE_UNITS = {
 # user:password@ of a URL
 _CREDENTIALS = re.compile(r"(?<=://)[^/?#]*@")
 _LayerIndex = Annotated[int, msgspec.Meta(ge=-(1 << 15), lt=1 << 15)]
+_Layers = Annotated[list[_LayerIndex], msgspec.Meta(min_length=1)]
 _TRUE = ("true", "1", "yes")
 _FALSE = ("false", "0", "no")
 
@@ -56,14 +57,14 @@ class Config(msgspec.Struct, frozen=True):
     # Read further in hidden_states/settings.py.
     extract_hidden_states: dict[str, object]
     enable_hidden_state_cache: bool
-    max_hidden_state_cpu_bytes: int
+    max_hidden_state_cpu_bytes: int | None
     hidden_state_layers: tuple[int, ...] | None
     hidden_state_dtype: str
 
     @property
     def hidden_bytes(self) -> int:
         """Of the pool of hidden states; 0 where there is none."""
-        return self.max_hidden_state_cpu_bytes if self.enable_hidden_state_cache else 0
+        return (self.max_hidden_state_cpu_bytes or 0) if self.enable_hidden_state_cache else 0
 
     @property
     def tier_urls(self) -> tuple[str, ...]:
@@ -126,20 +127,11 @@ def parse_size(value: object) -> int:
     return int(number * unit)
 
 
-def _parse_hidden_size(value: object) -> int:
-    # 0 is what the size may be while there is no such pool.
-    return 0 if str(value).strip() in ("0", "0.0", "none") else parse_size(value)
-
-
 def _parse_layers(value: object) -> tuple[int, ...]:
     layers = list(map(str.strip, value.split(","))) if isinstance(value, str) else value
     try:
-        if not isinstance(layers, list | tuple) or not layers:
-            raise ValueError
-        if any(isinstance(layer, bool | float) for layer in layers):
-            raise ValueError
-        return tuple(dict.fromkeys(msgspec.convert(layers, list[_LayerIndex], strict=False)))
-    except ValueError:
+        return tuple(dict.fromkeys(msgspec.convert(layers, _Layers, strict=False)))
+    except msgspec.ValidationError:
         raise ValueError("expected a list of layer indices such as [0, 24, -1]") from None
 
 
@@ -232,7 +224,8 @@ def _show_chunk_size(value: object) -> str:
 
 
 def _show_size(value: object) -> str:
-    assert isinstance(value, int)
+    if not isinstance(value, int):
+        return "none"
     for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB")):
         if value % unit == 0:
             return f"{value // unit}{name}"
@@ -352,17 +345,15 @@ OPTIONS = (
         False,
         _parse_bool,
         _show,
-        "`true`: keep hidden states too, as the model's worker gives them to "
-        "`engine.hidden_state_store`, which is `None` otherwise.",
+        "`true`: hidden states are kept too, by `hidden_state_store`; else that is `None`.",
     ),
     Option(
         "max_hidden_state_cpu_size",
         "max_hidden_state_cpu_bytes",
-        0,
-        _parse_hidden_size,
-        lambda size: _show_size(size) if size else "none",
-        "CPU memory of the pool of hidden states, beside that of the KV; needed with "
-        "`enable_hidden_state_cache`. With `server` it is given to the server.",
+        None,
+        _or_none("none", parse_size),
+        _show_size,
+        "CPU memory of their pool, beside that of the KV. With `server` it is given to the server.",
     ),
     Option(
         "hidden_state_layers",
@@ -370,8 +361,8 @@ OPTIONS = (
         None,
         _or_none("all", _parse_layers),
         lambda layers: ",".join(map(str, layers)) if isinstance(layers, tuple) else "all",
-        "The only layer indices that are stored. A prefix is then a hit only as far as the rows "
-        "of all of them are there. `all`: whatever is given, and KV is a hit without rows.",
+        "Layers to store the rows of. A prefix is a hit only as far as it has those of all of "
+        "them. `all`: whatever is given, and KV alone is a hit.",
     ),
     Option(
         "hidden_state_dtype",
@@ -435,13 +426,9 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
         raise ConfigError(problems)
     parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
     config = msgspec.convert(parsed, Config)
-    if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >= 1 << 20):
-        raise ConfigError(
-            [
-                "enable_hidden_state_cache needs a pool: set max_hidden_state_cpu_size to a number "
-                f"of GiB above 0, such as 4 (it is {config.hidden_bytes} bytes)."
-            ]
-        )
+    if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >> 20):
+        text = "enable_hidden_state_cache: set max_hidden_state_cpu_size to some GiB, such as 4."
+        raise ConfigError([text])
     return LoadedConfig(config, origins, _unread_variables(environ))
 
 

@@ -34,7 +34,7 @@ DEFAULTS = Config(
     max_offload_tokens=None,
     extract_hidden_states={},
     enable_hidden_state_cache=False,
-    max_hidden_state_cpu_bytes=0,
+    max_hidden_state_cpu_bytes=None,
     hidden_state_layers=None,
     hidden_state_dtype="native",
 )
@@ -378,12 +378,12 @@ def test_illegal_layers_of_hidden_states(value):
     assert "expected a list of layer indices such as [0, 24, -1]" in problem
 
 
-@pytest.mark.parametrize("size", [None, 0, "0", "512KiB"])
+@pytest.mark.parametrize("size", [None, "none", "512KiB"])
 def test_hidden_states_need_a_pool(size):
     given = {"enable_hidden_state_cache": True}
     given |= {} if size is None else {"max_hidden_state_cpu_size": size}
     (problem,) = problems_of(given, {})
-    assert "set max_hidden_state_cpu_size to a number of GiB above 0, such as 4" in problem
+    assert "set max_hidden_state_cpu_size to some GiB, such as 4" in problem
     # No pool, or that of a server.
     assert load(**{**given, "enable_hidden_state_cache": False}).hidden_bytes == 0
     assert load(**given, server="ipc:///run/kv").enable_hidden_state_cache
@@ -391,6 +391,7 @@ def test_hidden_states_need_a_pool(size):
 
 def test_illegal_options_of_hidden_states():
     for key, value, text in (
+        ("max_hidden_state_cpu_size", 0, "a size above 0: a number of GiB such as 4"),
         ("max_hidden_state_cpu_size", -1, "above 0"),
         ("max_hidden_state_cpu_size", True, "above 0"),
         ("hidden_state_dtype", "fp8", "native or float32"),
