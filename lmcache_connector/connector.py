@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector import vllm_view
@@ -65,6 +66,11 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
+    def _lmcache_engine(self) -> SimpleNamespace:
+        """Integrations written for LMCache walk to ``lmcache_engine.hidden_state_store``."""
+        return SimpleNamespace(lmcache_engine=self.worker_side.engine)
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """A cache is best effort: a dropped save is a later miss."""
         return False
@@ -123,7 +129,7 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker_side.start_loads(self._connector_metadata, forward_context)
+        self.worker_side.start_loads(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous and whole-step: no forward waits for a layer."""
@@ -131,9 +137,7 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Stores are whole-step (this hook never fires for state layers), but rows of hidden
-        states are not there in every step."""
-        self.worker_side.layer_saved(layer_name)
+        """Stores are whole-step: per-layer hooks never fire for state layers."""
 
     def wait_for_save(self) -> None:
         self.worker_side.save(self._connector_metadata)

@@ -134,6 +134,12 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
             f"--speculative-config method {speculative.method!r} is not supported with this "
             "connector: a drafter's own cache would not be restored; remove it"
         )
+    length = getattr(getattr(speculative, "draft_model_config", None), "max_model_len", None)
+    if length is not None and length < vllm_config.model_config.max_model_len:
+        problems.append(
+            f"max_model_len {length} in --speculative-config: vLLM keeps no hidden states of any "
+            "request in a step that has a longer one; remove it"
+        )
     if speculative is not None and parallel.pipeline_parallel_size > 1:
         problems.append(
             "hidden states are extracted on the last pipeline stage only, which no other can "
@@ -346,11 +352,10 @@ def rank_facts() -> tuple[int, int, int, int, int]:
     return rank, pp.rank_in_group, pp.world_size, tp.rank_in_group, tp.world_size
 
 
-def slots_of_layer(forward_context: Any, layer_name: str) -> torch.Tensor | None:
-    """Slots of the step's tokens in a layer's cache, -1 for padding; None where the runner does
-    not tell them (it then writes every layer in every step)."""
-    slots = getattr(forward_context, "slot_mapping", None)
-    return slots.get(layer_name) if isinstance(slots, dict) else None
+def has_hidden_states() -> bool:
+    """Whether this worker keeps the model's last hidden states: one does."""
+    _, pp_rank, pp_size, tp_rank, _ = rank_facts()
+    return (pp_rank, tp_rank) == (pp_size - 1, 0)
 
 
 def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
@@ -381,6 +386,12 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         # Scales found from this process's first batch: no other process can read the bytes.
         facts["kv_scales"] = os.urandom(16).hex()
     return facts
+
+
+def hidden_shape(vllm_config: VllmConfig, kept_as: str) -> tuple[torch.dtype, int]:
+    """Dtype and width of the model's hidden states, kept as configured."""
+    model = vllm_config.model_config
+    return torch.float32 if kept_as == "float32" else model.dtype, model.get_hidden_size()
 
 
 def hidden_state_taps(vllm_config: VllmConfig) -> tuple[int, ...]:

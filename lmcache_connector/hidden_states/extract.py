@@ -26,55 +26,28 @@ logger = init_logger(__name__)
 class Extractor:
     """One rank's rows: the registered cache of ``layer``, [blocks, taps, tokens, hidden].
 
-    All tensor-parallel ranks hold the same rows. One ``writes`` files, if there are ``settings``;
-    the others let go of a request's blocks at once.
+    All tensor-parallel ranks hold the same rows. One ``writes`` files, the others let go of a
+    request's blocks at once.
     """
 
     def __init__(
         self,
-        settings: ExtractSettings | None,
+        settings: ExtractSettings,
         taps: Sequence[int],
         layer: LayerSpec,
         rows: torch.Tensor,
-        *,
         writes: bool,
     ) -> None:
-        self.layer_name = layer.name
         self._block_tokens = layer.tokens_per_block
         self._taps = taps
         self._rows = rows
-        self._writer = ExportWriter(settings) if settings is not None and writes else None
-        self._uses_locks = settings is not None and settings.use_synchronization_lock
+        self._writer = ExportWriter(settings) if writes else None
+        self._uses_locks = settings.use_synchronization_lock
         self._stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None
         # By request: its path and lock; its copy, and the slots that it reads.
         self._locks: dict[str, tuple[str, int]] = {}
         self._copies: dict[str, tuple[Export, torch.cuda.Event, torch.Tensor]] = {}
         self._sent: set[str] = set()
-        # Of this step's tokens, until their rows are there.
-        self._slots: torch.Tensor | None = None
-
-    # ---- whether a step's rows are there --------------------------------------------------------
-
-    def expect(self, slots: torch.Tensor | None) -> None:
-        """A step computes tokens; their rows go to ``slots`` (-1: padding; None: not known)."""
-        self._slots = slots
-
-    def written(self) -> None:
-        """vLLM wrote the step's rows."""
-        self._slots = None
-
-    def all_written(self) -> bool:
-        """Whether the step's rows are there, at its end. If not they become NaN: nothing else
-        would tell what lies in their place from rows. vLLM leaves a whole step out when one of
-        its requests comes close to the model's length."""
-        slots, self._slots = self._slots, None
-        if slots is None:
-            return True
-        slots, size = slots[slots >= 0], self._rows.shape[2]
-        self._rows[slots // size, :, slots % size] = float("nan")
-        return False
-
-    # ---- exports --------------------------------------------------------------------------------
 
     def start(self, step: ExtractStep) -> None:
         """Do what the scheduler side says. The blocks named stay as they are until the request

@@ -16,7 +16,7 @@ import torch
 
 from lmcache_connector.counters import Counters, count_group
 from lmcache_connector.errors import ConnectorError, GeometryError
-from lmcache_connector.groups import HIDDEN_PREFIX, ObjectGroup, WorkerGeometry
+from lmcache_connector.groups import ObjectGroup, WorkerGeometry
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import (
     LoadOp,
@@ -67,7 +67,6 @@ class CacheWorker:
         self._groups: dict[str, ObjectGroup] = {
             group.tag: group for group in self.geometry.object_groups()
         }
-        self._has_rows = True
         self._clients: list[PoolClient] = []
         self._stores: dict[int, tuple[StoreOp, _Running]] = {}
         self._loads: dict[int, tuple[LoadOp, _Running]] = {}
@@ -113,11 +112,8 @@ class CacheWorker:
                 self._loads[op.load_id] = (op, running)
         self._poll_loads()
 
-    def save(self, meta: StepMeta, *, has_rows: bool = True) -> None:
-        """Begin the step's stores; on return no later forward can change what they read.
-
-        ``has_rows``: the step's hidden states were written, if there are any."""
-        self._has_rows = has_rows
+    def save(self, meta: StepMeta) -> None:
+        """Begin the step's stores; on return no later forward can change what they read."""
         for op in meta.stores:
             try:
                 running = self._start_store(op)
@@ -166,8 +162,6 @@ class CacheWorker:
         """Add one object's pages of this rank; its slot to check, None when it has no part."""
         group = self._groups.get(obj.group)
         if group is None or (storing and not self.geometry.owns_shard_of(group)):
-            return None
-        if storing and not self._has_rows and group.tag.startswith(HIDDEN_PREFIX):
             return None
         shard = self.geometry.shard_of(group)
         slot: SlotRef = obj.slots[shard]
