@@ -16,7 +16,6 @@ from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.storage.base import (
     Commit,
-    GroupShards,
     LookupState,
     NewRow,
     Row,
@@ -81,8 +80,7 @@ class RowClient:
     def _know(self, layers: Collection[Layer]) -> None:
         for layer in layers:
             if layer.tag not in self._tags:
-                sizes = [[layer.row_bytes(self._chunk_tokens)]]
-                self.store.add_groups([GroupShards(layer.tag, sizes, full=True)])
+                self.store.add_groups([layer.group(self._chunk_tokens)])
                 self._tags.append(layer.tag)
 
     # ---- put ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from lmcache_connector.keys import Extra
+from lmcache_connector.storage.base import GroupShards
 
 # What the scan for NaN and infinities knows.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,9 +46,10 @@ class Layer(NamedTuple):
         name = str(self.layer_idx).replace("-", "m")
         return f"hs{name}-{str(self.dtype).removeprefix('torch.')}-{self.width}"
 
-    def row_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of a chunk."""
-        return chunk_tokens * self.width * self.dtype.itemsize
+    def group(self, chunk_tokens: int) -> GroupShards:
+        """Its rows in a store, one for a chunk."""
+        row_bytes = chunk_tokens * self.width * self.dtype.itemsize
+        return GroupShards(self.tag, [[row_bytes]], full=True)
 
 
 class Partials:
