@@ -140,11 +140,11 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
             f"max_model_len {length} in --speculative-config: vLLM keeps no hidden states of any "
             "request in a step that has a longer one; remove it"
         )
-    if speculative is not None and parallel.pipeline_parallel_size > 1:
-        problems.append(
-            "hidden states are extracted on the last pipeline stage only, which no other can "
-            "restore; use --pipeline-parallel-size 1"
-        )
+    if speculative is not None:
+        for size in ("pipeline_parallel_size", "decode_context_parallel_size"):
+            if (count := getattr(parallel, size)) > 1:
+                flag = f"--{size.replace('_', '-')}"
+                problems.append(f"{flag} {count}: no rank has whole hidden states; use {flag} 1")
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ("kv_both", "kv_producer", "kv_consumer"):
         problems.append(

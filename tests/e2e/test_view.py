@@ -274,6 +274,12 @@ def test_extracting_hidden_states_is_allowed() -> None:
     draft.max_model_len = 2048
     (problem,) = vllm_view.config_problems(config)
     assert "max_model_len 2048" in problem
+    draft.max_model_len = 4096
+    for size in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        config.parallel_config = parallel()
+        setattr(config.parallel_config, size, 2)
+        (problem,) = vllm_view.config_problems(config)
+        assert f"--{size.replace('_', '-')} 1" in problem
 
 
 @pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])
