@@ -268,6 +268,25 @@ def test_what_a_request_may_choose(
     assert rows.left_behind() == before
 
 
+def test_vllms_own_reader_reads_the_files(
+    rows: Rows, make_prompt: Callable[..., list[int]]
+) -> None:
+    only_for(rows, "qwen2")
+    before = rows.left_behind()
+    answer, expected = rows.one(make_prompt(11, 300))
+    shape = rows.engine.run(
+        """
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as example
+data = example.load_hidden_states(args["path"])
+result = [list(data["hidden_states"].shape), list(data["token_ids"].shape)]
+example.cleanup_hidden_states(args["path"])
+""",
+        path=answer["transfer"]["hidden_states_path"],
+    )
+    assert shape == [list(expected.shape), [300]]
+    assert rows.left_behind() == before
+
+
 STEPS = """
 from vllm import SamplingParams
 engine = llm.llm_engine
