@@ -8,11 +8,12 @@ environment ``LMCACHE_`` + the key in upper case, then the YAML file named by
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import yaml
@@ -32,6 +33,8 @@ _SIZE_UNITS = {
 }
 # user:password@ of a URL, or of one that it names. People forget to escape "/", "?" and "#".
 _CREDENTIALS = re.compile(r"(?<=://)(?!/).*(?:@|%40)|(?<=%2F%2F).*(?:@|%40)", re.I | re.S)
+_LayerIndex = Annotated[int, msgspec.Meta(ge=-(1 << 15), lt=1 << 15)]
+_Layers = Annotated[list[_LayerIndex], msgspec.Meta(min_length=1)]
 _TRUE = ("true", "1", "yes")
 _FALSE = ("false", "0", "no")
 
@@ -51,6 +54,17 @@ class Config(msgspec.Struct, frozen=True):
     fail_on_load_error: bool
     min_hit_tokens: int
     max_offload_tokens: int | None
+    # Read further in hidden_states/settings.py.
+    extract_hidden_states: dict[str, object]
+    enable_hidden_state_cache: bool
+    max_hidden_state_cpu_bytes: int | None
+    hidden_state_layers: tuple[int, ...] | None
+    hidden_state_dtype: str
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the pool of hidden states; 0 where there is none."""
+        return (self.max_hidden_state_cpu_bytes or 0) if self.enable_hidden_state_cache else 0
 
     @property
     def tier_urls(self) -> tuple[str, ...]:
@@ -113,6 +127,20 @@ def parse_size(value: object) -> int:
     return int(number * unit)
 
 
+def _parse_layers(value: object) -> tuple[int, ...]:
+    layers = list(map(str.strip, value.split(","))) if isinstance(value, str) else value
+    try:
+        return tuple(dict.fromkeys(msgspec.convert(layers, _Layers, strict=False)))
+    except msgspec.ValidationError:
+        raise ValueError("expected a list of layer indices such as [0, 24, -1]") from None
+
+
+def _parse_hidden_dtype(value: object) -> str:
+    if value not in ("native", "float32"):
+        raise ValueError("expected native or float32")
+    return str(value)
+
+
 def _parse_chunk_size(value: object) -> int:
     try:
         tokens = parse_tokens(value)
@@ -173,6 +201,11 @@ def _parse_urls(value: object) -> tuple[str, ...]:
     return tuple(parse_url(url) for url in urls)
 
 
+def _parse_mapping(value: object) -> dict[str, object]:
+    decoded = json.loads(value) if isinstance(value, str) else value
+    return msgspec.convert(decoded, dict[str, object])
+
+
 def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T | None]:
     """Accept null, and ``word`` for the environment, which has no null."""
 
@@ -194,7 +227,8 @@ def _show_chunk_size(value: object) -> str:
 
 
 def _show_size(value: object) -> str:
-    assert isinstance(value, int)
+    if not isinstance(value, int):
+        return "none"
     for unit, name in ((_GIB, "GiB"), (1 << 20, "MiB")):
         if value % unit == 0:
             return f"{value // unit}{name}"
@@ -308,6 +342,50 @@ OPTIONS = (
         "Only the first so many tokens of a request are stored; `none`: all. A request may set "
         "it in `kv_transfer_params`.",
     ),
+    Option(
+        "enable_hidden_state_cache",
+        "enable_hidden_state_cache",
+        False,
+        _parse_bool,
+        _show,
+        "`true`: hidden states are kept too, by `hidden_state_store`; else that is `None`.",
+    ),
+    Option(
+        "max_hidden_state_cpu_size",
+        "max_hidden_state_cpu_bytes",
+        None,
+        _or_none("none", parse_size),
+        _show_size,
+        "CPU memory of their pool, beside that of the KV. With `server` it is given to the server.",
+    ),
+    Option(
+        "hidden_state_layers",
+        "hidden_state_layers",
+        None,
+        _or_none("all", _parse_layers),
+        lambda layers: ",".join(map(str, layers)) if isinstance(layers, tuple) else "all",
+        "Layers to store the rows of. A prefix is a hit only as far as it has those of all of "
+        "them. `all`: whatever is given, and KV alone is a hit.",
+    ),
+    Option(
+        "hidden_state_dtype",
+        "hidden_state_dtype",
+        "native",
+        _parse_hidden_dtype,
+        _show,
+        "`native`: hidden states are kept in the dtype they are given in; `float32`: converted.",
+    ),
+    Option(
+        "extract_hidden_states",
+        "extract_hidden_states",
+        {},
+        _parse_mapping,
+        json.dumps,
+        "Files of the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
+        "`shared_storage_path` (required), `include_output_tokens`, `layers`, `opt_in`, "
+        "`max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, `use_synchronization_lock`, "
+        "`allow_custom_save_path`; `{}`: no files.",
+    ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
 _VARIABLES = {ENV_PREFIX + name.upper(): name for name in _BY_NAME}
@@ -350,7 +428,10 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
     if problems:
         raise ConfigError(problems)
     parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
-    return LoadedConfig(msgspec.convert(parsed, Config), origins, _unread_variables(environ))
+    config = msgspec.convert(parsed, Config)
+    if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >> 20):
+        raise ConfigError(["hidden states: set max_hidden_state_cpu_size to some GiB, such as 4."])
+    return LoadedConfig(config, origins, _unread_variables(environ))
 
 
 def parse_request_params(

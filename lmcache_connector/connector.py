@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector import vllm_view
@@ -65,6 +66,11 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
+    def _lmcache_engine(self) -> SimpleNamespace:
+        """Integrations written for LMCache walk to ``lmcache_engine.hidden_state_store``."""
+        return SimpleNamespace(lmcache_engine=self.worker_side.engine)
+
+    @property
     def requires_kv_delivery(self) -> bool:
         """A cache is best effort: a dropped save is a later miss."""
         return False
@@ -105,8 +111,7 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler_side.on_finished(request)
-        return False, None
+        return self.scheduler_side.on_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.has_pending_work()
@@ -138,8 +143,10 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.save(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        finished, failed = self.worker_side.take_results()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        sent, received, failed = self.worker_side.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
 
     def build_connector_worker_meta(self) -> Any:
         return self.worker_side.take_meta()

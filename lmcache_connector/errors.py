@@ -7,6 +7,7 @@
         UnsupportedVllmError   a vLLM version or API that lacks a name relied on
       GeometryError            registered tensors or peers' geometries do not fit their description
       ProtocolError            a peer spoke another protocol, version or incarnation
+      ExtractionError          rows of hidden states were given up by the engine that had them
 
 Expected misses (absent object, deadline passed, pool full) are results, not errors.
 """
@@ -49,3 +50,7 @@ class GeometryError(ConnectorError, ValueError):
 
 class ProtocolError(ConnectorError):
     """A peer spoke another protocol, version or incarnation."""
+
+
+class ExtractionError(ConnectorError):
+    """Rows of hidden states were given up by the engine that had them; says why."""

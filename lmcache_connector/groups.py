@@ -20,6 +20,10 @@ from lmcache_connector.errors import GeometryError
 EXCLUDED_ENGINE_GROUP = -1
 # Pages start at multiples of this in a stored object, so that kernels move 16-byte words.
 PAGE_ALIGNMENT = 16
+# EngineGroupInfo.extra_object_group_tag of rows of hidden states, which are objects of their own:
+# KV without its rows is then no hit, by the hit rule. Their group's tag begins with the prefix.
+HIDDEN_STATES = 1
+HIDDEN_PREFIX = "hidden-"
 
 _Identity = TypeVar("_Identity", bound=Hashable)
 
@@ -100,7 +104,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     num_shards: int
     # Heads axis of the registered tensor: head slots where a backend packs heads.
     num_heads: int = 1
-    # "attention", "mla", "hidden" or "state"; names the layer's family in messages.
+    # "attention", "mla", "state", "hidden" (rows of hidden states) or "scratch".
     family: str = "attention"
 
 
@@ -154,6 +158,7 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     run_bytes: int
     # Digest of which part of which layer stands where in a block of an object.
     content_order: str = ""
+    extra_object_group_tag: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -230,13 +235,14 @@ class WorkerGeometry(msgspec.Struct, frozen=True):
         return self.tp_rank % (self.tp_size // group.num_shards) == 0
 
     def object_groups(self) -> tuple[ObjectGroup, ...]:
-        """Kernel groups bucketed by reuse rule and replication, ordered by tag."""
-        buckets: dict[tuple[ReuseRule, int], list[int]] = {}
-        for index, kernel_group in enumerate(self.kernel_groups):
-            buckets.setdefault((kernel_group.rule, kernel_group.num_shards), []).append(index)
+        """Kernel groups bucketed by reuse rule, replication and extra tag, ordered by tag."""
+        buckets: dict[tuple[ReuseRule, int, int], list[int]] = {}
+        for index, group in enumerate(self.kernel_groups):
+            bucket = (group.rule, group.num_shards, group.extra_object_group_tag)
+            buckets.setdefault(bucket, []).append(index)
         groups = [
             ObjectGroup(
-                tag=object_group_tag(rule, num_shards, self.tp_size),
+                tag=object_group_tag(rule, num_shards, self.tp_size, extra_tag),
                 rule=rule,
                 num_shards=num_shards,
                 kernel_groups=tuple(members),
@@ -244,7 +250,7 @@ class WorkerGeometry(msgspec.Struct, frozen=True):
                     sorted({self.kernel_groups[index].engine_group_idx for index in members})
                 ),
             )
-            for (rule, num_shards), members in buckets.items()
+            for (rule, num_shards, extra_tag), members in buckets.items()
         ]
         return tuple(sorted(groups, key=lambda group: group.tag))
 
@@ -279,9 +285,10 @@ class WorkerGeometry(msgspec.Struct, frozen=True):
         return hashlib.sha256(encoded).hexdigest()[:32]
 
 
-def object_group_tag(rule: ReuseRule, num_shards: int, tp_size: int) -> str:
-    """Stable short name of an object group: "full", "window-255", "state", "full-s1"."""
+def object_group_tag(rule: ReuseRule, num_shards: int, tp_size: int, extra_tag: int = 0) -> str:
+    """Stable short name of an object group: "full", "window-255", "full-s1", "hidden-full"."""
     tag = f"{rule.kind.value}-{rule.tokens}" if rule.tokens else rule.kind.value
+    tag = HIDDEN_PREFIX + tag if extra_tag == HIDDEN_STATES else tag
     return f"{tag}-s{num_shards}" if num_shards != tp_size else tag
 
 
@@ -423,6 +430,7 @@ def engine_group_infos(kernel_groups: Iterable[KVLayerGroupInfo]) -> tuple[Engin
             layer_indices=group.layer_indices,
             tokens_per_block=group.tokens_per_block,
             sw_size_tokens=group.sw_size_tokens,
+            extra_object_group_tag=group.extra_object_group_tag,
             recurrent_state=group.recurrent_state,
         )
         for group in kernel_groups
@@ -443,7 +451,7 @@ def validate_geometry(geometry: WorkerGeometry) -> None:
         )
     expected_infos = engine_group_infos(groups)
     for index, (info, expected) in enumerate(zip(infos, expected_infos, strict=True)):
-        if msgspec.structs.replace(info, extra_object_group_tag=0) != expected:
+        if info != expected:
             raise GeometryError(
                 f"info {index} of rank {geometry.rank} is {info}, its kernel group says {expected}"
             )

@@ -132,7 +132,10 @@ class CacheLayout:
 
     def shards(self) -> list[GroupShards]:
         """The groups as the store sees them."""
-        return [GroupShards(group.tag, group.sizes_by_position()) for group in self.groups]
+        return [
+            GroupShards(group.tag, group.sizes_by_position(), group.rule.kind is ReuseKind.FULL)
+            for group in self.groups
+        ]
 
     def largest_row_bytes(self) -> int:
         """Bytes of the largest (chunk, object group), all shards together."""

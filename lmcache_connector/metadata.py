@@ -67,12 +67,45 @@ class LoadOp(msgspec.Struct, frozen=True, array_like=True):
     objects: list[ObjectOp]
 
 
+class ExportOp(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of hidden states of a finished request, to be written to a file."""
+
+    request_id: str
+    path: str
+    # int64, native byte order; as many rows are exported, from the first token on.
+    token_ids: bytes
+    # Of the engine group that holds the rows, from the first token on.
+    block_ids: list[int]
+    # Tap ids, ascending.
+    layers: tuple[int, ...]
+
+
+class ExtractStep(msgspec.Struct, array_like=True):
+    """What a step does for exports."""
+
+    # Request id -> path: it may finish in this step, and readers are to wait for the file.
+    begun: dict[str, str] = {}
+    finished: list[ExportOp] = []
+    # Requests that were begun and will have no file.
+    dropped: list[str] = []
+
+
+class HiddenRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where the worker keeps hidden states: ``ipc:///path``, and the 32 bytes that their chunk
+    hashes are chained from now."""
+
+    endpoint: str
+    namespace: bytes
+
+
 class StepMeta(msgspec.Struct, array_like=True):
     """Scheduler side to workers, once per step."""
 
     pool: PoolRef | None = None
     stores: list[StoreOp] = []
     loads: list[LoadOp] = []
+    extract: ExtractStep | None = None
+    hidden: HiddenRef | None = None
 
 
 class StoreReport(msgspec.Struct, frozen=True, array_like=True):

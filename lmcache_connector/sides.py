@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -22,16 +23,23 @@ from lmcache_connector.config import (
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ConfigError, StartupError
 from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
-from lmcache_connector.keys import UNRESOLVED_PREFIX, namespace_digest
+from lmcache_connector.hidden_states.extract import Extractor
+from lmcache_connector.hidden_states.rows import Layer
+from lmcache_connector.hidden_states.settings import ExtractSettings, parse_settings
+from lmcache_connector.hidden_states.store import HiddenStateStore
+from lmcache_connector.keys import UNRESOLVED_PREFIX, TokenDatabase, namespace_digest
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
-from lmcache_connector.metadata import StepMeta, WorkerMeta
+from lmcache_connector.metadata import HiddenRef, PoolRef, StepMeta, WorkerMeta
+from lmcache_connector.scheduler.exports import ExportPlanner
 from lmcache_connector.scheduler.scheduler import CacheScheduler
+from lmcache_connector.server.client import PoolClient
 from lmcache_connector.server.embedded import EmbeddedStore
-from lmcache_connector.server.messages import RegisterKVCache
-from lmcache_connector.server.sockets import memory_path, socket_path_for
+from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCache
+from lmcache_connector.server.sockets import hidden_endpoint, memory_path, socket_path_for
 from lmcache_connector.server.store_client import StoreClient
 from lmcache_connector.storage.pool import check_memory_budget, check_pool_size
+from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
 from lmcache_connector.worker.worker import CacheWorker, device_of
@@ -68,8 +76,16 @@ class _Setup:
         if loaded is not None and loaded.config.save_decode_cache:
             problems.extend(vllm_view.decode_problems(kv_cache_config))
         if loaded is not None and owns_pool and loaded.config.server is None:
-            problem = check_memory_budget(loaded.config.max_local_cpu_bytes)
+            config = loaded.config
+            problem = check_memory_budget(config.max_local_cpu_bytes, config.hidden_bytes)
             problems.extend([problem] if problem else [])
+        self.taps = vllm_view.hidden_state_taps(vllm_config)
+        self.extract: ExtractSettings | None = None
+        if loaded is not None and loaded.config.extract_hidden_states:
+            try:
+                self.extract = parse_settings(loaded.config.extract_hidden_states, self.taps)
+            except ConfigError as error:
+                problems.extend(error.problems)
         self.groups: tuple[EngineGroupSpec, ...] = groups
         if not group_problems:
             try:
@@ -82,6 +98,13 @@ class _Setup:
             raise StartupError(problems)
         self.loaded = loaded
         self.config: Config = loaded.config
+        # Hidden states as the model has them, and their rows that a hit needs with its KV.
+        self.hidden_shape = vllm_view.hidden_shape(vllm_config, self.config.hidden_state_dtype)
+        layers = self.config.hidden_state_layers or ()
+        self.hidden_groups = [
+            Layer(index, *self.hidden_shape).group(self.chunk_tokens)
+            for index in (layers if self.config.enable_hidden_state_cache else ())
+        ]
         engine_id = vllm_view.engine_name(vllm_config)
         # Where the pool's memory is, and the name under which this engine's workers ask for it.
         if self.config.server is None:
@@ -114,6 +137,9 @@ class SchedulerSide:
             counters=Counters(),
             checkpoint_groups=vllm_view.checkpoint_groups(kv_cache_config),
         )
+        self._layout: CacheLayout | None = None
+        self._hidden_endpoint: str | None = None
+        self._exports = ExportPlanner(setup.extract, setup.taps) if setup.extract else None
         parallel = vllm_config.parallel_config
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._early_geometries: dict[int, WorkerGeometry] = {}
@@ -163,23 +189,44 @@ class SchedulerSide:
 
     def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
         setup, model = self._setup, str(self._vllm_config.model_config.model)
-        layout = CacheLayout(geometries)
+        layout = self._layout = CacheLayout(geometries)
         namespace = self._scheduler.namespace(layout)
         store: EmbeddedStore | StoreClient
+        hidden: StoreSession | StoreClient | None = None
         if setup.config.server is not None:
             store = StoreClient(
                 setup.config.server,
                 RegisterKVCache(setup.instance, model, namespace, list(geometries)),
             )
+            if setup.config.enable_hidden_state_cache:
+                self._hidden_endpoint = f"ipc://{hidden_endpoint(setup.endpoint)}"
+            if setup.hidden_groups and self._hidden_endpoint:
+                who = (f"{setup.instance}/lookups", model, namespace, layout.chunk_tokens, 0)
+                hidden = StoreClient(
+                    self._hidden_endpoint, RegisterHiddenStates(*who, setup.hidden_groups)
+                )
         else:
             capacity = setup.config.max_local_cpu_bytes
             problem = check_pool_size(capacity, layout.largest_row_bytes())
             if problem is not None:
                 raise StartupError([problem])
             store = EmbeddedStore(
-                setup.endpoint, model, namespace, layout, capacity, setup.config.tier_urls
+                setup.endpoint,
+                model,
+                namespace,
+                layout,
+                capacity,
+                setup.config.tier_urls,
+                setup.config.hidden_bytes,
             )
-        self._scheduler.attach(layout, store)
+            if store.hidden is not None:
+                self._hidden_endpoint = store.hidden.endpoint
+                if setup.hidden_groups:
+                    hidden = store.hidden.engine.open_session(
+                        namespace, setup.hidden_groups, PoolRef("", "")
+                    )
+        tags = [group.tag for group in setup.hidden_groups]
+        self._scheduler.attach(layout, store, hidden, tags)
         self._log_start(layout, geometries[0], store.wait_ready(wait_seconds))
 
     def _log_start(self, layout: CacheLayout, geometry: WorkerGeometry, ready: bool) -> None:
@@ -244,6 +291,8 @@ class SchedulerSide:
             self._check_block_size()
         view = self._view(request)
         self._scheduler.on_new_request(view, self._params(view))
+        if self._exports is not None and vllm_request.has_token_ids(request):
+            self._exports.arrive(view, view.kv_transfer_params)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
         if not self._scheduler.knows(request.request_id):
@@ -256,7 +305,13 @@ class SchedulerSide:
         self._scheduler.after_alloc(request.request_id, block_ids, external_tokens)
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
-        return self._scheduler.build_step(vllm_request.step_view(scheduler_output))
+        view = vllm_request.step_view(scheduler_output)
+        meta = self._scheduler.build_step(view)
+        if self._hidden_endpoint is not None:
+            meta.hidden = HiddenRef(self._hidden_endpoint, self._scheduler.chunk_namespace)
+        if self._exports is not None:
+            meta.extract = self._exports.step(view.scheduled)
+        return meta
 
     def on_worker_meta(self, meta: Any) -> None:
         if not isinstance(meta, WorkerMeta):
@@ -268,8 +323,17 @@ class SchedulerSide:
                 self._attach(list(self._early_geometries.values()), wait_seconds=0.0)
         self._scheduler.on_worker_meta(meta)
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(whether its blocks are still needed, what its answer tells)."""
         self._scheduler.on_finished(request.request_id)
+        if self._exports is None:
+            return False, None
+        normally = vllm_request.ended_normally(request)
+        view = self._view(request)
+        path = self._exports.finish(view, block_ids, self._layout, normally=normally)
+        return path is not None, {"hidden_states_path": path} if path is not None else None
 
     def has_pending_work(self) -> bool:
         return self._scheduler.has_pending_work()
@@ -296,7 +360,28 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._setup = _Setup(vllm_config, kv_cache_config, owns_pool=False)
         self._worker: CacheWorker | None = None
+        self._extractor: Extractor | None = None
         self._geometry_known = False
+        # None where hidden states are not kept, or this is not the rank that has them.
+        self.hidden_state_store: HiddenStateStore | None = None
+        config = self._setup.config
+        if config.enable_hidden_state_cache and vllm_view.has_hidden_states():
+            self.hidden_state_store = HiddenStateStore(
+                None,
+                None,
+                None,
+                layers=config.hidden_state_layers,
+                kept_as=config.hidden_state_dtype,
+                default=self._setup.hidden_shape,
+                timeout=config.lookup_timeout,
+            )
+        self._hidden: tuple[HiddenRef, StoreClient, PoolClient] | None = None
+
+    @property
+    def engine(self) -> SimpleNamespace:
+        """What integrations look for: ``hidden_state_store`` and ``config.chunk_size``."""
+        config = SimpleNamespace(chunk_size=self._setup.chunk_tokens)
+        return SimpleNamespace(hidden_state_store=self.hidden_state_store, config=config)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         registration: Registration = register_kv_caches(
@@ -309,8 +394,14 @@ class WorkerSide:
                 vllm_view.backend_names(self._vllm_config, self._kv_cache_config),
             ),
         )
-        copier = make_copier(device_of(kv_caches))
+        copier = self._copier = make_copier(device_of(kv_caches))
         self._worker = CacheWorker(registration, copier, Counters())
+        for spec in (layer for group in self._setup.groups for layer in group.layers):
+            if spec.family == "hidden" and self._setup.extract is not None:
+                is_first = registration.geometry.tp_rank == 0
+                self._extractor = Extractor(
+                    self._setup.extract, self._setup.taps, spec, kv_caches[spec.name], is_first
+                )
 
     def handshake(self) -> WorkerGeometry | None:
         """What this rank registered. The scheduler side opens the pool when it has all of them,
@@ -324,13 +415,46 @@ class WorkerSide:
         if isinstance(meta, StepMeta) and self._worker is not None:
             self._geometry_known |= meta.pool is not None
             self._worker.start_loads(meta)
+            if meta.hidden is not None and self.hidden_state_store is not None:
+                self._keep_hidden(meta.hidden, self.hidden_state_store)
+            if self._extractor is not None and meta.extract is not None:
+                self._extractor.start(meta.extract)
+
+    def _keep_hidden(self, ref: HiddenRef, hidden_states: HiddenStateStore) -> None:
+        """Go on where the scheduler's side says."""
+        if self._hidden is None:
+            name, chunk_tokens = f"{self._setup.instance}/rows", self._setup.chunk_tokens
+            model = str(self._vllm_config.model_config.model)
+            who = RegisterHiddenStates(name, model, ref.namespace, chunk_tokens, 1)
+            path = memory_path(Path(ref.endpoint.removeprefix("ipc://")))
+            memory = PoolClient(
+                path,
+                0,
+                name,
+                register_extent=self._copier.register_extent,
+                unregister_extent=self._copier.unregister_extent,
+                touch_ahead=self._copier.touch_ahead,
+            )
+            memory.start()
+            store = StoreClient(ref.endpoint, who)
+        elif self._hidden[0] != ref:
+            _, store, memory = self._hidden
+        else:
+            return
+        database = TokenDatabase(ref.namespace, self._setup.chunk_tokens)
+        hidden_states.attach(store, memory, database)
+        self._hidden = ref, store, memory
 
     def save(self, meta: Any) -> None:
         if isinstance(meta, StepMeta) and self._worker is not None:
             self._worker.save(meta)
 
-    def take_results(self) -> tuple[set[str], set[str]]:
-        return self._worker.take_results() if self._worker is not None else (set(), set())
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests sent; received; and those of the latter whose load failed."""
+        if self._worker is None:
+            return set(), set(), set()
+        sent = self._extractor.take_sent() if self._extractor is not None else set()
+        return sent, *self._worker.take_results()
 
     def take_meta(self) -> WorkerMeta | None:
         if self._worker is None:
@@ -345,6 +469,16 @@ class WorkerSide:
         return self._worker.counters.take() if self._worker is not None else {}
 
     def shutdown(self) -> None:
+        if self.hidden_state_store is not None:
+            self.hidden_state_store.close()
+        if self._hidden is not None:
+            _, store, memory = self._hidden
+            store.close()
+            memory.close()
+            self._hidden = None
+        if self._extractor is not None:
+            self._extractor.close()
+            self._extractor = None
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None

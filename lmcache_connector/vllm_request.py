@@ -119,6 +119,20 @@ class VllmRequest:
         return (keys, adapter, kind_bits)
 
 
+def has_token_ids(request: Request) -> bool:
+    """Whether all of a prompt is given as token ids, none as embeddings."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def ended_normally(request: Request) -> bool:
+    """Whether a finished request was answered, not aborted or failed."""
+    return request.status.name in (
+        "FINISHED_STOPPED",
+        "FINISHED_LENGTH_CAPPED",
+        "FINISHED_REPETITION",
+    )
+
+
 def mm_identifiers_are_counters(vllm_config: VllmConfig) -> bool:
     """Whether vLLM numbers images per process instead of hashing their content."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -138,4 +152,5 @@ def step_view(scheduler_output: SchedulerOutput) -> StepView:
         scheduled=scheduler_output.num_scheduled_tokens,
         block_ids=state.get_block_ids,
         boundary_states=state.boundary_state_offloads,
+        drafts=scheduler_output.scheduled_spec_decode_tokens,
     )

@@ -135,6 +135,17 @@ def config_problems(vllm_config: VllmConfig) -> list[str]:
             f"--speculative-config method {speculative.method!r} is not supported with this "
             "connector: a drafter's own cache would not be restored; remove it"
         )
+    length = getattr(getattr(speculative, "draft_model_config", None), "max_model_len", None)
+    if length is not None and length < vllm_config.model_config.max_model_len:
+        problems.append(
+            f"max_model_len {length} in --speculative-config: vLLM keeps no hidden states of any "
+            "request in a step that has a longer one; remove it"
+        )
+    if speculative is not None:
+        for size in ("pipeline_parallel_size", "decode_context_parallel_size"):
+            if (count := getattr(parallel, size)) > 1:
+                flag = f"--{size.replace('_', '-')}"
+                problems.append(f"{flag} {count}: no rank has whole hidden states; use {flag} 1")
     role = vllm_config.kv_transfer_config.kv_role
     if role not in ("kv_both", "kv_producer", "kv_consumer"):
         problems.append(
@@ -348,15 +359,18 @@ def rank_facts() -> tuple[int, int, int, int, int]:
     return rank, pp.rank_in_group, pp.world_size, tp.rank_in_group, tp.world_size
 
 
+def has_hidden_states() -> bool:
+    """Whether this worker keeps the model's last hidden states: one does."""
+    _, pp_rank, pp_size, tp_rank, _ = rank_facts()
+    return (pp_rank, tp_rank) == (pp_size - 1, 0)
+
+
 def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     """What, besides the workers' geometry, makes cached bytes mean the same thing."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
     quantization = vllm_config.quant_config
-    draft = getattr(speculative, "draft_model_config", None)
-    taps = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", ())
     facts: dict[str, object] = {
         "model": model_digest(model.model, _commit(model)),
         "config": _config_text(model.hf_config),
@@ -370,7 +384,7 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": parallel.decode_context_parallel_size,
         "interleave": str(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
-        "hidden_state_taps": ",".join(str(tap) for tap in taps or ()),
+        "hidden_state_taps": ",".join(map(str, hidden_state_taps(vllm_config))),
     }
     if "longrope" in str(facts["text_config"]):
         # LongRoPE chooses its factors by the model length that the engine serves.
@@ -382,6 +396,19 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         # Scales found from this process's first batch: no other process can read the bytes.
         facts["kv_scales"] = os.urandom(16).hex()
     return facts
+
+
+def hidden_shape(vllm_config: VllmConfig, kept_as: str) -> tuple[torch.dtype, int]:
+    """Dtype and width of the model's hidden states, kept as configured."""
+    model = vllm_config.model_config
+    return torch.float32 if kept_as == "float32" else model.dtype, model.get_hidden_size()
+
+
+def hidden_state_taps(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Layers whose inputs vLLM extracts, in the order of its rows, which is ascending."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    taps = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", None)
+    return tuple(sorted(taps or ()))
 
 
 def _config_text(config: Any) -> str:

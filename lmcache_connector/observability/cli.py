@@ -52,6 +52,7 @@ Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
 def server(
     socket: Socket = None,
     max_local_cpu_size: Size = None,
+    max_hidden_state_cpu_size: Size = None,
     tier: Tiers = None,
     floor: Size = None,
     allow_uid: Uids = None,
@@ -68,7 +69,8 @@ def server(
     if endpoint is None:
         raise typer.BadParameter("give --socket ipc:///path, or set LMCACHE_SERVER")
     size = max_local_cpu_size or config.max_local_cpu_bytes
-    run_server(endpoint, size, tier or config.tier_urls, floor or 0, allow_uid or [])
+    hidden = max_hidden_state_cpu_size or config.hidden_bytes
+    run_server(endpoint, size, tier or config.tier_urls, floor or 0, allow_uid or [], hidden)
 
 
 @app.command()

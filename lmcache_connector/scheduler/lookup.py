@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lmcache_connector.config import Config
+from lmcache_connector.groups import FULL
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.scheduler import allocate
 from lmcache_connector.scheduler.hit import servable_boundary
 from lmcache_connector.scheduler.ledger import Ledger
 from lmcache_connector.scheduler.request import Lookup, RequestState
-from lmcache_connector.storage.base import LookupState, RowKey, Store
+from lmcache_connector.storage.base import LookupReply, LookupState, Store
 
 logger = init_logger(__name__)
 
@@ -32,12 +33,18 @@ class Lookups:
         store: Store,
         ids: Iterator[int],
         ledger: Ledger,
+        hidden: Store | None = None,
+        hidden_tags: Sequence[str] = (),
     ) -> None:
         self._config = config
         self._layout = layout
         self._store = store
         self._ids = ids
         self._ledger = ledger
+        # Rows of all these tags are needed with the KV of a chunk.
+        self._hidden = hidden
+        self._hidden_tags = hidden_tags
+        self._rules = [group.rule for group in layout.groups] + [FULL] * len(hidden_tags)
         # Requests that vLLM has not asked about yet, oldest first.
         self._backlog: dict[str, RequestState] = {}
 
@@ -78,8 +85,27 @@ class Lookups:
 
     def _release(self, state: RequestState) -> None:
         if state.lookup is not None:
-            self._store.release(state.lookup.lookup_id)
+            self._let_go(state.lookup)
             state.lookup = None
+
+    def _let_go(self, lookup: Lookup) -> None:
+        self._store.release(lookup.lookup_id)
+        if self._hidden is not None:
+            self._hidden.release(lookup.lookup_id)
+
+    def load(self, state: RequestState) -> None:
+        """A load has taken over the pins of the KV. Those of hidden states stay until ``read``."""
+        self.read(state)
+        if self._hidden is not None and state.lookup is not None:
+            self._store.release(state.lookup.lookup_id)
+            state.reading, state.lookup = state.lookup, None
+        self.drop(state)
+
+    def read(self, state: RequestState) -> None:
+        """Hidden states were read with the request's first step, or never will be."""
+        if state.reading is not None:
+            self._let_go(state.reading)
+            state.reading = None
 
     def extend_chain(self, state: RequestState) -> bool:
         """Hash what is confirmed; False when the request's tokens cannot be keyed."""
@@ -116,20 +142,48 @@ class Lookups:
                 lookup.boundary = lookup.local_tokens
                 return
             reply = self._store.lookup(lookup.lookup_id, wanted, base)
-            if reply.state is LookupState.PENDING:
-                lookup.in_pool = reply.present
+            hidden = self._find_hidden(state, lookup, base)
+            present = reply.present + hidden.present
+            if LookupState.PENDING in (reply.state, hidden.state):
+                lookup.in_pool = present
                 return
-            lookup.best = self._best_boundary(state, lookup, reply.present)
-            lookup.keep = self._rows_of(state, lookup, lookup.best)
-        match self._store.narrow(lookup.lookup_id, lookup.keep):
+            lookup.best = self._best_boundary(state, lookup, present)
+        match self._narrow(state, lookup, lookup.best):
             case LookupState.READY:
                 lookup.boundary = lookup.best
             case LookupState.GONE:
                 lookup.best = None
 
+    def _find_hidden(self, state: RequestState, lookup: Lookup, base: int) -> LookupReply:
+        """As of the KV, but a chunk has its rows only if all before it have them: who reads them
+        reads those of what the engine's own cache serves too."""
+        if self._hidden is None:
+            return LookupReply(LookupState.READY, [])
+        last = (lookup.num_tokens - 1) // self._layout.chunk_tokens
+        reply = self._hidden.lookup(lookup.lookup_id, state.chain.hashes[:last], 0)
+        head = (1 << base) - 1
+        masks = [mask >> base if mask & head == head else 0 for (mask,) in reply.present]
+        return LookupReply(reply.state, [[mask] for mask in masks])
+
+    def _narrow(self, state: RequestState, lookup: Lookup, boundary: int) -> LookupState:
+        """Bring what a load up to ``boundary`` needs into the pools."""
+        if lookup.kept != boundary:
+            lookup.kept = boundary
+            lookup.keep = allocate.wanted_rows(
+                self._layout, state.chain, boundary, lookup.local_tokens
+            )
+            end = boundary // self._layout.chunk_tokens if lookup.keep else 0
+            hashes = state.chain.hashes[:end]
+            lookup.keep_hidden = [(name, tag) for name in hashes for tag in self._hidden_tags]
+        states = [self._store.narrow(lookup.lookup_id, lookup.keep)]
+        if self._hidden is not None:
+            states.append(self._hidden.narrow(lookup.lookup_id, lookup.keep_hidden))
+        order = (LookupState.GONE, LookupState.PENDING, LookupState.READY)
+        return min(states, key=order.index)
+
     def _best_boundary(self, state: RequestState, lookup: Lookup, present: list[list[int]]) -> int:
         boundary = servable_boundary(
-            [group.rule for group in self._layout.groups],
+            self._rules,
             present,
             chunk_tokens=self._layout.chunk_tokens,
             local_tokens=lookup.local_tokens,
@@ -144,11 +198,7 @@ class Lookups:
         lookup.boundary = lookup.local_tokens
         if lookup.in_pool:
             boundary = self._best_boundary(state, lookup, lookup.in_pool)
-            keep = self._rows_of(state, lookup, boundary)
-            if self._store.narrow(lookup.lookup_id, keep) is LookupState.READY:
+            if self._narrow(state, lookup, boundary) is LookupState.READY:
                 lookup.boundary = boundary
                 return
-        self._store.release(lookup.lookup_id)
-
-    def _rows_of(self, state: RequestState, lookup: Lookup, boundary: int) -> list[RowKey]:
-        return allocate.wanted_rows(self._layout, state.chain, boundary, lookup.local_tokens)
+        self._let_go(lookup)

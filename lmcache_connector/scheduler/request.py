@@ -55,6 +55,10 @@ class Lookup:
     # The boundary whose rows, ``keep``, are brought into the pool.
     best: int | None = None
     keep: list[RowKey] = field(default_factory=list)
+    # The same of hidden states that are needed with the KV.
+    keep_hidden: list[RowKey] = field(default_factory=list)
+    # The boundary that these two are for.
+    kept: int | None = None
     # Final: its rows are in the pool and pinned.
     boundary: int | None = None
 
@@ -67,6 +71,8 @@ class RequestState:
     chain: ChunkChain
     params: RequestParams
     lookup: Lookup | None = None
+    # An earlier one whose hidden states are still pinned: they are read when the request runs.
+    reading: Lookup | None = None
     # Set while workers copy for this request.
     load_id: int | None = None
     # A load failed: the same request is not answered the same way again.
@@ -143,3 +149,5 @@ class StepView:
     block_ids: Callable[[str], Sequence[Sequence[int]] | None]
     # Request id -> (engine group, block id, boundary in tokens).
     boundary_states: Mapping[str, Sequence[tuple[int, int, int]]]
+    # Request id -> those of its scheduled tokens, the last ones, that the model may reject.
+    drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -76,6 +76,7 @@ class CacheScheduler:
         self._layout: CacheLayout | None = None
         self._lookups: Lookups | None = None
         self._database: TokenDatabase | None = None
+        self._hidden: Store | None = None
         self._next_stats = 0.0
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[int, PendingStore] = {}
@@ -91,12 +92,25 @@ class CacheScheduler:
         """Whether the workers' geometry is known and a store is open."""
         return self._store is not None
 
-    def attach(self, layout: CacheLayout, store: Store) -> None:
-        """Open for business. Until then everything is a miss."""
-        self._layout = layout
-        self._store = store
-        self._lookups = Lookups(self._config, layout, store, self._ids, self.ledger)
+    def attach(
+        self,
+        layout: CacheLayout,
+        store: Store,
+        hidden: Store | None = None,
+        hidden_tags: Sequence[str] = (),
+    ) -> None:
+        """Open for business. Until then everything is a miss. ``hidden`` has rows of all of
+        ``hidden_tags``, in this order, that a hit needs too."""
+        self._layout, self._store, self._hidden = layout, store, hidden
+        self._lookups = Lookups(
+            self._config, layout, store, self._ids, self.ledger, hidden, hidden_tags
+        )
         self._new_database(self.namespace(layout))
+
+    @property
+    def chunk_namespace(self) -> bytes:
+        """What chunk hashes are chained from now; empty before ``attach``."""
+        return self._database.namespace if self._database is not None else b""
 
     def namespace(self, layout: CacheLayout, nonce: str = "") -> bytes:
         """The 32 bytes that this engine's chunk hashes are chained from."""
@@ -171,7 +185,8 @@ class CacheScheduler:
         # From here on vLLM waits for a report: whatever is wrong becomes a failed load.
         op, pending = self._plan_load(state, request_id, block_ids, external_tokens)
         if state is not None:
-            self._drop_lookup(state)
+            if self._lookups is not None:
+                self._lookups.load(state)
             state.load_id = op.load_id
         self._loads[op.load_id] = pending
         self._new_loads.append(op)
@@ -226,14 +241,15 @@ class CacheScheduler:
             return StepMeta(loads=loads)
         self._lookups.prefetch()
         stores = []
-        if self._can_store:
-            for request_id, num_scheduled in step.scheduled.items():
-                state = self._requests.get(request_id)
-                if state is None:
-                    continue
-                end = state.view.num_computed_tokens + num_scheduled
-                if (op := self._plan_store(state, step, end)) is not None:
-                    stores.append(op)
+        for request_id, num_scheduled in step.scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            if state.reading is not None and state.view.num_tokens > state.reading.num_tokens:
+                self._lookups.read(state)
+            end = state.view.num_computed_tokens + num_scheduled
+            if self._can_store and (op := self._plan_store(state, step, end)) is not None:
+                stores.append(op)
         return StepMeta(self._store.pool_ref, stores, loads)
 
     def _plan_store(self, state: RequestState, step: StepView, end: int) -> StoreOp | None:
@@ -246,7 +262,10 @@ class CacheScheduler:
             # A session went on: what it had not computed by then may be other tokens now.
             state.chain.truncate(view.num_computed_tokens)
             state.num_prompt_tokens = view.num_prompt_tokens
-        limit = end if self._config.save_decode_cache else min(end, view.num_prompt_tokens)
+        # A chunk that a draft ends is stored once the draft has been accepted.
+        limit = end - len(step.drafts.get(view.request_id, ()))
+        if not self._config.save_decode_cache:
+            limit = min(limit, view.num_prompt_tokens)
         if state.params.max_offload_tokens is not None:
             limit = min(limit, state.params.max_offload_tokens)
         end_chunk = limit // self._layout.chunk_tokens
@@ -403,6 +422,8 @@ class CacheScheduler:
             if pending.request_id == request_id:
                 self._bind_keys(pending)
         self._drop_lookup(state)
+        if self._lookups is not None:
+            self._lookups.read(state)
         del self._requests[request_id]
 
     def has_pending_work(self) -> bool:
@@ -415,12 +436,16 @@ class CacheScheduler:
         self._storing.clear()
         for state in self._requests.values():
             self._drop_lookup(state)
+            if self._lookups is not None:
+                self._lookups.read(state)
             # Its blocks are of before: not kept under the new keys, unless it is recomputed.
             state.next_chunk = _NO_CHUNK
         if self._store is not None:
             assert self._layout is not None
             namespace = self.namespace(self._layout, os.urandom(16).hex())
             self._store.clear(namespace)
+            if self._hidden is not None:
+                self._hidden.clear(namespace)
             self._new_database(namespace)
 
     def take_counters(self) -> dict[str, Any]:
@@ -443,9 +468,13 @@ class CacheScheduler:
         assert self._storing == expected, (self._storing, expected)
         if self._store is not None:
             self._store.check_integrity(self._loads.keys(), self._stores.keys())
+        if self._hidden is not None:
+            self._hidden.check_integrity((), ())
 
     def shutdown(self) -> None:
-        """Close the store."""
+        """Close the stores."""
+        if self._hidden is not None:
+            self._hidden.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()

@@ -20,14 +20,14 @@ import zmq
 
 from lmcache_connector import __version__
 from lmcache_connector.errors import ConnectorError, GeometryError, ProtocolError
-from lmcache_connector.groups import align_up
+from lmcache_connector.groups import FULL, align_up
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server import messages
 from lmcache_connector.server.service import PoolService
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import SLOT_ALIGNMENT
-from lmcache_connector.storage.session import StoreSession
+from lmcache_connector.storage.session import StoreSession, check_groups
 
 logger = init_logger(__name__)
 
@@ -38,6 +38,7 @@ _MAX_LOOKUPS = 4096
 
 # A message's fields are the verb's arguments, in order.
 _VERBS: dict[type[messages.Message], Callable[..., object]] = {
+    messages.AddGroups: StoreSession.add_groups,
     messages.Lookup: StoreSession.lookup,
     messages.Narrow: StoreSession.narrow,
     messages.Release: StoreSession.release,
@@ -60,7 +61,7 @@ class Instance:
     name: str
     model: str
     life: str
-    layout: CacheLayout
+    layout: CacheLayout | messages.RegisterHiddenStates
     session: StoreSession
     token: str | None = None
 
@@ -167,7 +168,7 @@ class CacheServer:
     def _dispatch(self, request: messages.Request) -> object:
         message = messages.decode_message(request)
         match message:
-            case messages.RegisterKVCache():
+            case messages.RegisterKVCache() | messages.RegisterHiddenStates():
                 return self._register(request.token, message)
             case messages.Unregister():
                 self._end_session(request.token)
@@ -211,26 +212,38 @@ class CacheServer:
         return _VERBS[type(message)](session, *msgspec.structs.astuple(message))
 
     def _is_ready(self, instance: Instance) -> bool:
-        return self._service.wait_ready(0.0, instance.name)
+        return not instance.layout.num_ranks or self._service.wait_ready(0.0, instance.name)
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    def _register(self, token: str, message: messages.RegisterKVCache) -> messages.Registered:
+    def _register(
+        self, token: str, message: messages.RegisterKVCache | messages.RegisterHiddenStates
+    ) -> messages.Registered:
         name = message.instance
         if self._embedded is not None:
             raise ValueError("this is an engine's own cache: start `lmcache-connector server`")
-        layout = self._layout(message)
+        layout: CacheLayout | messages.RegisterHiddenStates
+        if isinstance(message, messages.RegisterKVCache):
+            layout = self._layout(message)
+            groups = layout.shards()
+        else:
+            layout, groups = message, message.groups
+            check_groups(groups)
+        is_kv = isinstance(layout, CacheLayout)
+        if is_kv != (self._engine.kv is None):
+            raise ValueError("KV is registered at a server's endpoint, hidden states beside it")
         instance, other = self._instances.get(name), self._sessions.get(token)
         if other is not None and other is not instance:
             raise ValueError(f"this connection has registered {other.name} already")
         resumed = instance is not None
         if instance is None:
             pool_ref = self._service.pool_ref(name)
-            session = self._engine.open_session(message.namespace, layout.shards(), pool_ref)
+            session = self._engine.open_session(message.namespace, groups, pool_ref)
             instance = Instance(name, message.model, message.life, layout, session)
             self._instances[name] = instance
         else:
-            if (instance.life, instance.layout.shards()) != (message.life, layout.shards()):
+            known = list(instance.session.groups.values())
+            if instance.life != message.life or (is_kv and known != groups):
                 raise ValueError(
                     f"{name} is registered by another process, whose workers are still there"
                 )
@@ -239,6 +252,8 @@ class CacheServer:
                 instance.session.clear(message.namespace)
             instance.session.end_lookups()
             instance.session.keep_only(message.open_loads, message.open_stores)
+            if not is_kv:
+                instance.session.add_groups(groups)
         instance.token = token
         self._sessions[token] = instance
         self._service.add_instance(name, layout.num_ranks)
@@ -307,6 +322,8 @@ class CacheServer:
 
     def _instance_status(self, instance: Instance) -> messages.InstanceStatus:
         session, layout = instance.session, instance.layout
+        by_tag = layout.by_tag if isinstance(layout, CacheLayout) else {}
+        rules = {tag: group.rule for tag, group in by_tag.items()}
         return messages.InstanceStatus(
             instance=instance.name,
             model=instance.model,
@@ -318,11 +335,11 @@ class CacheServer:
             groups=[
                 messages.GroupStatus(
                     tag=group.tag,
-                    kind=group.rule.kind.value,
-                    tokens=group.rule.tokens,
-                    row_bytes=max(map(sum, group.sizes_by_position())),
+                    kind=rules.get(group.tag, FULL).kind.value,
+                    tokens=rules.get(group.tag, FULL).tokens,
+                    row_bytes=max(map(sum, group.sizes)),
                 )
-                for group in layout.groups
+                for group in session.groups.values()
             ],
             open_loads=session.num_loads,
             open_stores=len(session.leases),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.server.cache_server import CacheServer, Instance
+from lmcache_connector.server.hidden import HiddenService
 from lmcache_connector.server.service import PoolService
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
@@ -30,6 +31,7 @@ class EmbeddedStore(StoreSession):
         layout: CacheLayout,
         capacity_bytes: int,
         tier_urls: Sequence[str],
+        hidden_bytes: int = 0,
     ) -> None:
         pool = MemoryPool(capacity_bytes, min_object_bytes=layout.largest_row_bytes())
         engine = StorageEngine(pool, open_tiering(tier_urls, pool))
@@ -43,13 +45,23 @@ class EmbeddedStore(StoreSession):
         instance = Instance("", model, "", layout, self)
         self._server = CacheServer(engine, self._service, instance)
         self._server.start()
+        self.hidden = HiddenService(engine, self._service, hidden_bytes) if hidden_bytes else None
 
     def wait_ready(self, timeout: float) -> bool:
         """Whether all workers have mapped the whole pool within ``timeout`` seconds."""
         return self._service.wait_ready(timeout)
 
+    def check_integrity(self, loads: Collection[int], stores: Collection[int]) -> None:
+        super().check_integrity(loads, stores)
+        if self.hidden is not None:
+            self.hidden.engine.check_integrity()
+
     def close(self) -> None:
+        if self.hidden is not None:
+            self.hidden.end()
         self._service.close()
         self._server.close()
         super().close()
         self._engine.close()
+        if self.hidden is not None:
+            self.hidden.engine.close()

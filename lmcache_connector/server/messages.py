@@ -18,6 +18,7 @@ from lmcache_connector.server.protocol import decode
 from lmcache_connector.storage.base import (
     ChunkHash,
     Commit,
+    GroupShards,
     LookupReply,
     LookupState,
     NewRow,
@@ -34,6 +35,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 # As in InstanceStatus. Tiers take it for a prefix or a pattern: "/" would be a whole bucket.
 _Namespace = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 _Chunks = Annotated[list[ChunkHash], msgspec.Meta(max_length=1 << 17)]
+_Groups = Annotated[list[GroupShards], msgspec.Meta(max_length=1024)]
 _Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
@@ -58,6 +60,25 @@ class RegisterKVCache(Message, tag="REGISTER_KV_CACHE"):
     # Still open after an earlier session was lost; whatever else the server holds is ended.
     open_loads: list[int] = []
     open_stores: list[int] = []
+
+
+class RegisterHiddenStates(Message, tag="REGISTER_HIDDEN_STATES"):
+    """The same at an endpoint for hidden states, whose groups come as layers do."""
+
+    instance: _Name
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    namespace: ChunkHash
+    chunk_tokens: Annotated[int, msgspec.Meta(gt=0)]
+    # Of the worker that maps the memory; 0: of who only looks up.
+    num_ranks: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    groups: _Groups = []
+    life: _Name = ""
+    open_loads: list[int] = []
+    open_stores: list[int] = []
+
+
+class AddGroups(Message, tag="ADD_GROUPS"):
+    groups: _Groups
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -250,6 +271,7 @@ class Reply(msgspec.Struct, array_like=True):
 # What each is answered with; the others with None.
 _RESULTS: dict[type[Message], Any] = {
     RegisterKVCache: Registered,
+    RegisterHiddenStates: Registered,
     Lookup: _Found | None,
     Narrow: LookupState,
     PrepareLoad: list[Row] | None,

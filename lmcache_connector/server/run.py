@@ -14,6 +14,7 @@ from lmcache_connector.errors import StartupError
 from lmcache_connector.log import init_logger
 from lmcache_connector.server import sockets
 from lmcache_connector.server.cache_server import CacheServer
+from lmcache_connector.server.hidden import HiddenService
 from lmcache_connector.server.service import PoolService
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool, check_memory_budget
@@ -28,6 +29,7 @@ def run_server(
     tiers: Sequence[str],
     floor_bytes: int,
     allow_uids: Sequence[int],
+    max_hidden_bytes: int = 0,
 ) -> None:
     """Serve at ``endpoint`` (ipc:///path) until SIGTERM or SIGINT; see the command's options.
 
@@ -40,7 +42,7 @@ def run_server(
         signal.signal(number, lambda *_: stop.set())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     path = Path(endpoint.removeprefix("ipc://"))
-    if problem := check_memory_budget(max_local_cpu_bytes):
+    if problem := check_memory_budget(max_local_cpu_bytes, max_hidden_bytes):
         raise StartupError([problem])
     sockets.ensure_private_directory(path.parent, 0o711 if allow_uids else 0o700)
     pool = MemoryPool(max_local_cpu_bytes)
@@ -54,17 +56,24 @@ def run_server(
             engine.mark_ready(extent)
         server = CacheServer(engine, service)
         server.start()
+        hidden = HiddenService(engine, service, max_hidden_bytes) if max_hidden_bytes else None
         logger.info(
-            "cache server at %s ready in %.2f s: pool %.1f MiB, floor %.1f MiB, tiers %s",
+            "cache server at %s ready in %.2f s: pool %.1f MiB, floor %.1f MiB, hidden states "
+            "%.1f MiB, tiers %s",
             endpoint,
             time.monotonic() - began,
             max_local_cpu_bytes / 2**20,
             floor_bytes / 2**20,
+            max_hidden_bytes / 2**20,
             ", ".join(channel.url for channel in engine.channels) or "none",
         )
         while not stop.wait(1.0):
             if not (server.is_alive() and service.is_alive()):
                 raise RuntimeError("a thread of the server has ended")
+        if hidden is not None:
+            hidden.end()
     server.close()
     engine.close()
+    if hidden is not None:
+        hidden.engine.close()
     logger.info("cache server at %s has ended", endpoint)

@@ -26,13 +26,18 @@ from lmcache_connector.errors import ProtocolError, StartupError
 SOCKET_TYPE = socket.SOCK_SEQPACKET
 # struct sockaddr_un holds 108 bytes, the final zero included.
 _MAX_PATH_BYTES = 107
-_OUR_NAME = re.compile(r"[0-9a-f]{24}(-[0-9a-f]{8})?\.sock(\.fd)?")
+_OUR_NAME = re.compile(r"[0-9a-f]{24}(-[0-9a-f]{8})?\.sock(-hs)?(\.fd)?")
 _UCRED = struct.Struct("iII")
 
 
 def memory_path(endpoint: Path) -> Path:
     """The memory socket of an endpoint."""
     return endpoint.with_name(f"{endpoint.name}.fd")
+
+
+def hidden_endpoint(endpoint: Path) -> Path:
+    """Where hidden states are kept beside the KV of an endpoint."""
+    return endpoint.with_name(f"{endpoint.name}-hs")
 
 
 def socket_path_for(engine_id: str) -> Path:
@@ -44,7 +49,7 @@ def socket_path_for(engine_id: str) -> Path:
     directory = Path(tempfile.gettempdir()) / f"lmcache-{os.geteuid()}"
     name = hashlib.sha256(engine_id.encode()).hexdigest()[:24]
     path = directory / f"{name}.sock"
-    _check_length(_other_name(path), "set TMPDIR to a shorter path")
+    _check_length(hidden_endpoint(_other_name(path)), "set TMPDIR to a shorter path")
     ensure_private_directory(directory)
     return path
 
@@ -191,5 +196,5 @@ def our_endpoints() -> tuple[list[str], list[Path]]:
     """
     names = sorted(socket_path_for("").parent.iterdir())
     dead = [name for name in names if _OUR_NAME.fullmatch(name.name) and _is_dead(name)]
-    live = {*names}.difference(dead)
-    return [f"ipc://{name}" for name in names if memory_path(name) in live], dead
+    live = [name for name in names if memory_path(name) in {*names}.difference(dead)]
+    return [f"ipc://{name}" for name in live if name.suffix == ".sock"], dead

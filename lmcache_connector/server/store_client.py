@@ -23,6 +23,7 @@ from lmcache_connector.server import messages, sockets
 from lmcache_connector.server.session import LOST, RefusedError, Session
 from lmcache_connector.storage.base import (
     Commit,
+    GroupShards,
     LookupReply,
     LookupState,
     NewRow,
@@ -52,18 +53,23 @@ class StoreClient:
         registration: of this engine core; its life and open ids are filled in here.
     """
 
-    def __init__(self, endpoint: str, registration: messages.RegisterKVCache) -> None:
+    def __init__(
+        self, endpoint: str, registration: messages.RegisterKVCache | messages.RegisterHiddenStates
+    ) -> None:
         self._endpoint = Path(endpoint.removeprefix("ipc://"))
         self._registration = replace(registration, life=secrets.token_hex(16))
-        groups = CacheLayout(registration.geometries).shards()
-        self._nothing = LookupReply(LookupState.READY, [[0] * group.num_shards for group in groups])
+        self._groups = (
+            CacheLayout(registration.geometries).shards()
+            if isinstance(registration, messages.RegisterKVCache)
+            else list(registration.groups)
+        )
         path = str(sockets.memory_path(self._endpoint))
         self.pool_ref = PoolRef(path, "", registration.instance)
         self.has_tiers = False
         self._session: Session | None = None
         # A registered session not in use yet, with what was said and answered; it belongs to
         # whoever takes it.
-        self._fresh: tuple[Session, messages.RegisterKVCache, messages.Registered] | None = None
+        self._fresh: tuple[Session, Any, messages.Registered] | None = None
         self._lock = threading.Lock()
         self._open_loads: set[int] = set()
         self._open_stores: set[int] = set()
@@ -87,13 +93,18 @@ class StoreClient:
             time.sleep(0.01)
         return True
 
+    def add_groups(self, groups: Sequence[GroupShards]) -> None:
+        self._groups += groups
+        self._tell(messages.AddGroups(list(groups)))
+
     # ---- loads ----------------------------------------------------------------------------------
 
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
     ) -> LookupReply:
         message = messages.Lookup(lookup_id, list(chunk_hashes), first_chunk)
-        reply: LookupReply = self._poll(message, self._nothing)
+        nothing = [[0] * group.num_shards for group in self._groups]
+        reply: LookupReply = self._poll(message, LookupReply(LookupState.READY, nothing))
         return reply
 
     def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
@@ -189,15 +200,15 @@ class StoreClient:
             self._adopt(*fresh)
         return self._session
 
-    def _adopt(
-        self, session: Session, said: messages.RegisterKVCache, answer: messages.Registered
-    ) -> None:
+    def _adopt(self, session: Session, said: Any, answer: messages.Registered) -> None:
         self._break()
         self._session, self.has_tiers = session, answer.has_tiers
         self.pool_ref = replace(self.pool_ref, incarnation=session.incarnation)
         # What has changed since it was said.
         if said.namespace != self._registration.namespace:
             self._tell(messages.Clear(self._registration.namespace))
+        if isinstance(said, messages.RegisterHiddenStates):
+            self._tell(messages.AddGroups(self._groups))
         if not answer.resumed:
             # Slots of a server that died, or that gave them up when our workers had left.
             self._open_loads.clear()

@@ -24,6 +24,8 @@ from lmcache_connector.metadata import PoolRef, SlotRef
 # Limits are for what peers send. Chunk hashes are keys.TokenDatabase's.
 ChunkHash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 GroupTag = Annotated[str, msgspec.Meta(max_length=64)]
+# A tag becomes part of names of files.
+_NewTag = Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[a-z0-9][a-z0-9-]*\Z")]
 RowKey = tuple[ChunkHash, GroupTag]
 
 
@@ -40,9 +42,11 @@ class LookupState(enum.Enum):
 class GroupShards(msgspec.Struct, frozen=True):
     """An object group as the store sees it: a name, and how many bytes its rows have."""
 
-    tag: str
+    tag: _NewTag
     # sizes[chunk % len(sizes)][shard]: bytes of the shard of the chunk at this position.
     sizes: list[list[int]]
+    # A prefix is served only as far as all of its chunks have rows of this group.
+    full: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -129,6 +133,9 @@ class Store(Protocol):
     @property
     def has_tiers(self) -> bool:
         """Whether a lookup can be PENDING, so that it is worth starting early."""
+
+    def add_groups(self, groups: Sequence[GroupShards]) -> None:
+        """Go on with more groups, behind the others; one that is known stays as it is."""
 
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int

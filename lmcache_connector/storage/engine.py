@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_, or_
 
 from lmcache_connector.metadata import PoolRef, SlotRef
 from lmcache_connector.storage.base import GroupShards, Row, RowKey, StoreStats
@@ -42,6 +44,8 @@ class StorageEngine:
         tiering: the tiers behind the pool.
         floor_bytes: what a namespace keeps at least when others need room; 0 = nothing.
         shared: sessions come and go, and ``Store.clear`` of one deletes nothing.
+        kv: the engine whose KV the rows here go with. They are found only where that of their
+            chunk can be had, and go when it does; the tiers are that engine's.
     """
 
     def __init__(
@@ -51,12 +55,16 @@ class StorageEngine:
         floor_bytes: int = 0,
         *,
         shared: bool = False,
+        kv: StorageEngine | None = None,
     ) -> None:
         self.shared = shared
+        self.kv = kv
+        if kv is not None:
+            kv.rows.on_forgotten = self._on_kv_forgotten
         self.floor_bytes = floor_bytes
         self.tiering = tiering
         self.lock = threading.Lock()
-        self.rows = RowTable(pool, floor_bytes)
+        self.rows: RowTable = RowTable(pool, floor_bytes)
         self.refused = 0
         self.sessions: set[StoreSession] = set()
         self._pool = pool
@@ -181,6 +189,46 @@ class StorageEngine:
             for look in fetch.waiting:
                 look.fetched(fetch.key, entry)
 
+    # ---- rows that go with KV: its lock is taken before ours, never after -----------------------
+
+    def find_whole(
+        self, namespace: str, chunk_hashes: Sequence[bytes], asked: Question | None
+    ) -> tuple[int, Question | None]:
+        """Bit mask of the chunks that have rows of all FULL groups (where there are none: any
+        row) in the pool or, as far as the question to them was answered, in a tier."""
+        with self.lock:
+            groups = self._groups_of(namespace)
+            full = [tag for tag, group in groups.items() if group.full]
+            tags = full or list(groups)
+            _, masks = self.rows.index.find(chunk_hashes)
+            if self.tiering is not None:
+                asked = asked or self.tiering.ask(
+                    namespace,
+                    [
+                        (chunk_hash, tag)
+                        for bit, chunk_hash in enumerate(chunk_hashes)
+                        for tag in tags
+                        if not masks.get(tag, 0) >> bit & 1
+                    ],
+                )
+                asked.add_to(masks, chunk_hashes, tags)
+            found = [masks.get(tag, 0) for tag in tags] or [0]
+            return reduce(and_ if full else or_, found), asked
+
+    def _groups_of(self, namespace: str) -> dict[str, GroupShards]:
+        return next((one.groups for one in self.sessions if one.namespace == namespace), {})
+
+    def _on_kv_forgotten(self, entry: Entry) -> None:
+        assert self.kv is not None
+        chunk_hash, tag = entry.key
+        full = [one.tag for one in self.kv._groups_of(entry.namespace).values() if one.full]
+        is_whole = tag not in full if full else bool(self.kv.rows.index.find([chunk_hash])[0])
+        if is_whole or entry.tiers:
+            return
+        with self.lock:
+            for row in self.rows.index.find([chunk_hash])[0]:
+                self.rows.remove(row)
+
     # ---- management -----------------------------------------------------------------------------
 
     def probe(
@@ -231,7 +279,7 @@ class StorageEngine:
             with self.lock:
                 for entry in cleared[start : start + _CLEAR_ROWS]:
                     self.rows.remove(entry)
-        if self.tiering is not None:
+        if self.tiering is not None and self.kv is None:
             for name in names:
                 self.tiering.clear(name)
         return len(cleared)
@@ -289,7 +337,7 @@ class StorageEngine:
 
     def close(self) -> None:
         """End the tiers and give the memory back."""
-        if self.tiering is not None:
+        if self.tiering is not None and self.kv is None:
             self.tiering.close()
         with self.lock:
             self._pool.close()

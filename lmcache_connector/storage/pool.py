@@ -249,13 +249,13 @@ def check_pool_size(capacity_bytes: int, min_object_bytes: int) -> str | None:
     )
 
 
-def check_memory_budget(nbytes: int) -> str | None:
-    """The problem with using ``nbytes`` more memory on this host, or None.
+def check_memory_budget(kv_bytes: int, hidden_bytes: int = 0) -> str | None:
+    """The problem with pools of so much more memory on this host, or None.
 
     memfd pages count as used memory and in the cgroup: exceeding either is a kill by the
     kernel, not an error.
     """
-    available = _meminfo_available()
+    nbytes, available = kv_bytes + hidden_bytes, _meminfo_available()
     if available is not None and nbytes > available:
         return _over_budget(nbytes, available, "are available on this host (MemAvailable)")
     for limit, usage in _cgroup_budgets():
@@ -268,8 +268,9 @@ def check_memory_budget(nbytes: int) -> str | None:
 def _over_budget(nbytes: int, room: int, source: str) -> str:
     return (
         f"max_local_cpu_size: the pool needs {nbytes / _GIB:.2f} GiB, but only {room / _GIB:.2f} "
-        f"GiB {source}; the kernel would kill the process. Make max_local_cpu_size smaller "
-        "(it counts once per engine core) or give the host or container more memory"
+        f"GiB {source}; the kernel would kill the process. Make max_local_cpu_size or "
+        "max_hidden_state_cpu_size smaller (they count once per engine core) or give the host or "
+        "container more memory"
     )
 
 

@@ -6,7 +6,7 @@ that is still pinned, a reservation that has not ended. Not thread-safe: the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.storage.base import Row, RowKey
@@ -24,6 +24,8 @@ class RowTable:
         self.pool = pool
         self.index = RowIndex()
         self.evicted: dict[str, int] = {}
+        # Told of each row that the pool has no more.
+        self.on_forgotten: Callable[[Entry], None] = lambda entry: None
         self._floor_bytes = floor_bytes
         # Bytes in the index, by namespace.
         self.namespace_bytes: dict[str, int] = {}
@@ -114,6 +116,7 @@ class RowTable:
     def _forget(self, entry: Entry) -> None:
         self.index.remove(entry)
         self._count(entry.namespace, -entry.num_bytes)
+        self.on_forgotten(entry)
 
     def _count(self, namespace: str, num_bytes: int) -> None:
         held = self.namespace_bytes.pop(namespace, 0) + num_bytes

@@ -44,6 +44,8 @@ class Looking:
     # Each once, in the order of the chunks asked for.
     pinned: dict[RowKey, Entry] = field(default_factory=dict)
     question: Question | None = None
+    # Whether the KV of the chunks is in a tier, where these are rows that go with it.
+    kv_question: Question | None = None
     # To be given again until the question is answered; as long as its pins are there.
     reply: LookupReply | None = None
     fetching: set[RowKey] = field(default_factory=set)
@@ -117,11 +119,18 @@ class StoreSession:
         """How many loads are open."""
         return len(self._loads)
 
+    def add_groups(self, groups: Sequence[GroupShards]) -> None:
+        check_groups(groups)
+        with self._engine.lock:
+            for group in groups:
+                self.groups.setdefault(group.tag, group)
+
     # ---- loads ----------------------------------------------------------------------------------
 
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
     ) -> LookupReply:
+        kv_chunks, kv_question = self._ask_kv(lookup_id, chunk_hashes)
         with self._engine.lock:
             look = self._lookups.get(lookup_id)
             if look is None or look.chunk_hashes != list(chunk_hashes):
@@ -138,6 +147,12 @@ class StoreSession:
             look.pinned = found
             look.awaited = None
             state = self._ask_tiers(look, masks)
+            look.kv_question = kv_question
+            if kv_question is not None and not kv_question.done:
+                state = LookupState.PENDING
+            for group in self.groups.values():
+                if group.full and self._engine.kv is not None:
+                    masks[group.tag] = masks.get(group.tag, 0) & kv_chunks
             if state is LookupState.READY and not look.failed:
                 self.asked_rows += len(chunk_hashes) * len(self.groups)
                 self.found_rows += sum(mask.bit_count() for mask in masks.values())
@@ -145,6 +160,15 @@ class StoreSession:
             present = [[masks.get(tag, 0)] * group.num_shards for tag, group in groups]
             look.reply = LookupReply(state, present)
             return look.reply
+
+    def _ask_kv(self, lookup_id: int, chunk_hashes: Sequence[bytes]) -> tuple[int, Question | None]:
+        # Without our lock: who holds that of the KV may be waiting for it.
+        if self._engine.kv is None:
+            return 0, None
+        look = self._lookups.get(lookup_id)
+        is_same = look is not None and look.chunk_hashes == list(chunk_hashes)
+        asked = look.kv_question if look is not None and is_same else None
+        return self._engine.kv.find_whole(self.namespace, chunk_hashes, asked)
 
     def _ask_tiers(self, look: Looking, masks: dict[str, int]) -> LookupState:
         """Add to ``masks`` what is in a tier only."""
@@ -160,11 +184,7 @@ class StoreSession:
             look.question = self._engine.tiering.ask(self.namespace, missing)
         if not look.question.done:
             return LookupState.PENDING
-        found = look.question.found.keys() - look.failed
-        for position, chunk_hash in enumerate(look.chunk_hashes if found else ()):
-            for tag in self.groups:
-                if (chunk_hash, tag) in found:
-                    masks[tag] = masks.get(tag, 0) | 1 << position
+        look.question.add_to(masks, look.chunk_hashes, self.groups, look.failed)
         return LookupState.READY
 
     def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
@@ -179,7 +199,8 @@ class StoreSession:
             chunks = {chunk_hash for chunk_hash, _ in wanted}
             for key, entry in list(look.pinned.items()):
                 if key[0] in chunks:
-                    entry.follows = key in wanted
+                    # Layers of hidden states age together: one without the others is of no use.
+                    entry.follows = key in wanted or self._engine.kv is not None
                 if key not in wanted:
                     self._rows.unpin([look.pinned.pop(key)])
             look.fetching &= wanted
@@ -366,3 +387,10 @@ class StoreSession:
 
     def close(self) -> None:
         self.abandon()
+
+
+def check_groups(groups: Sequence[GroupShards]) -> None:
+    """Raise ValueError unless the rows of each are one shard of some bytes."""
+    for group in groups:
+        if [len(sizes) for sizes in group.sizes] != [1] or group.sizes[0][0] <= 0:
+            raise ValueError(f"group {group.tag!r} has rows of {group.sizes} bytes")

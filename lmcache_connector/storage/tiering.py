@@ -7,11 +7,12 @@ again. Nothing here is called with the engine's lock held for longer than it tak
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -57,6 +58,19 @@ class Question:
         # Key -> index of the nearest tier that has it.
         self.found: dict[RowKey, int] = {}
         self.done = False
+
+    def add_to(
+        self,
+        masks: dict[str, int],
+        chunk_hashes: Sequence[bytes],
+        tags: Iterable[str],
+        without: Container[RowKey] = (),
+    ) -> None:
+        """Set the bits of the rows found."""
+        for bit, chunk_hash in enumerate(chunk_hashes if self.found else ()):
+            for tag in tags:
+                if (key := (chunk_hash, tag)) in self.found and key not in without:
+                    masks[tag] = masks.get(tag, 0) | 1 << bit
 
 
 class Channel:
@@ -159,11 +173,20 @@ class Tiering:
     """All tiers of one pool, nearest first."""
 
     def __init__(self, tiers: Sequence[tuple[str, Tier]], memory: Sequence[memoryview]) -> None:
-        self._memory = memory
-        for _, tier in tiers:
-            for extent in memory:
-                tier.register(extent)
         self.channels = [Channel(url, tier) for url, tier in tiers]
+        self._register(memory)
+
+    def _register(self, memory: Sequence[memoryview]) -> None:
+        self._memory = memory
+        for channel in self.channels:
+            for extent in memory:
+                channel.tier.register(extent)
+
+    def for_pool(self, pool: MemoryPool) -> Tiering:
+        """The same tiers, threads included, for the rows of another pool."""
+        other = copy.copy(self)
+        other._register(pool.map())
+        return other
 
     def ask(self, namespace: str, keys: Sequence[RowKey]) -> Question:
         """Ask the tiers in turn, in the background, one call each."""

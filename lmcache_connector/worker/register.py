@@ -10,6 +10,7 @@ import torch
 
 from lmcache_connector.errors import GeometryError
 from lmcache_connector.groups import (
+    HIDDEN_STATES,
     EngineGroupSpec,
     KVLayerGroupInfo,
     LayerSpec,
@@ -174,6 +175,7 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
         num_shards=spec.num_shards,
         num_runs=0,
         run_bytes=0,
+        extra_object_group_tag=HIDDEN_STATES if spec.family == "hidden" else 0,
     )
 
 

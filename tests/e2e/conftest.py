@@ -123,11 +123,14 @@ class Server:
         self.log = directory / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, size: str = "256MiB", tiers: Sequence[str] = ()) -> None:
+    def start(
+        self, size: str = "256MiB", tiers: Sequence[str] = (), hidden: str | None = None
+    ) -> None:
         """Start it and wait until it answers."""
         assert self.process is None
         command = [sys.executable, "-m", "lmcache_connector.server", "--socket", self.endpoint]
         command += ["--max-local-cpu-size", size]
+        command += ["--max-hidden-state-cpu-size", hidden] if hidden else []
         for tier in tiers:
             command += ["--tier", tier]
         with self.log.open("ab") as output:

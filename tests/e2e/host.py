@@ -29,8 +29,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 
-def poison(worker: Any, group: str, rank: int | None = None) -> None:
-    """On a worker: flip bits of every object of ``group`` before it is loaded, behind the check.
+def poison(worker: Any, group: str, rank: int | None = None, bits: int = 0x40) -> None:
+    """On a worker: flip bits of every byte of ``group`` before it is loaded, behind the check.
     ``rank`` limits it to one. The pool keeps what it had; ``unpoison`` ends it."""
     import ctypes
 
@@ -48,7 +48,7 @@ def poison(worker: Any, group: str, rank: int | None = None) -> None:
         if obj_group.tag == group and not how["whole"] and ours:
             content = (ctypes.c_uint8 * slot.nbytes).from_address(base)
             saved.append((base, bytes(content)))
-            numpy.frombuffer(content, dtype=numpy.uint8)[:] ^= 0x40
+            numpy.frombuffer(content, dtype=numpy.uint8)[:] ^= bits
         return add(self, obj_group, obj, slot, base, **how)
 
     def unpoison() -> int:
@@ -179,10 +179,11 @@ class Host:
         prompts: list[list[int]],
         max_tokens: int = 32,
         salt: str | None = None,
+        transfer: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> list[dict[str, Any]]:
         """Greedy tokens, their logprobs, the cached tokens and the time of the first token of each
-        prompt."""
+        prompt. ``transfer``: its kv_transfer_params, and under that name those of the answer."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -191,6 +192,7 @@ class Host:
             logprobs=3,
             ignore_eos=True,
             detokenize=False,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
             **sampling,
         )
         outputs = self.llm.generate(
@@ -218,6 +220,7 @@ class Host:
                         for step in completion.logprobs
                     ],
                     "cached": output.num_cached_tokens or 0,
+                    "transfer": output.kv_transfer_params,
                     "first_token_seconds": output.metrics and output.metrics.first_token_latency,
                 }
             )
@@ -295,6 +298,12 @@ class Host:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_side._worker
+
+    def drain(self) -> None:
+        """Step an engine in this process until no report is awaited. With a speculative method
+        they come a step late."""
+        while self.core.scheduler.has_requests():
+            self.llm.llm_engine.engine_core.get_output()
 
     def settle(self) -> dict[str, Any]:
         """Nothing in flight, nothing pinned, books balanced: raises or answers the figures.

@@ -69,6 +69,15 @@ def test_offline_example(tmp_path: Path) -> None:
     assert "identical: yes" in lines
 
 
+def test_extraction_example(tmp_path: Path) -> None:
+    out = str(tmp_path / "rows")
+    lines = run_script("examples/extract_hidden_states.py", "--out", out, log=tmp_path / "log")
+    assert "computed: 0 tokens reused, 3000 x 3 x 128 float32" in lines
+    assert "restored: 2,816 tokens reused, 3010 x 3 x 128 float32" in lines
+    assert f"reused rows identical: yes; files in {out}" in lines
+    assert len(os.listdir(out)) == 2
+
+
 def test_served_example_and_its_client(tmp_path: Path, tiny_models: ModuleType) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -266,8 +266,21 @@ def test_refused_deployments(change: dict[str, Any], words: str) -> None:
 
 
 def test_extracting_hidden_states_is_allowed() -> None:
-    speculative = SimpleNamespace(method="extract_hidden_states")
-    assert vllm_view.config_problems(vllm_config(speculative_config=speculative)) == []
+    draft = SimpleNamespace(max_model_len=4096)
+    speculative = SimpleNamespace(method="extract_hidden_states", draft_model_config=draft)
+    config = vllm_config(speculative_config=speculative)
+    config.model_config = SimpleNamespace(max_model_len=4096)
+    assert vllm_view.config_problems(config) == []
+    # vLLM leaves whole steps out then.
+    draft.max_model_len = 2048
+    (problem,) = vllm_view.config_problems(config)
+    assert "max_model_len 2048" in problem
+    draft.max_model_len = 4096
+    for size in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        config.parallel_config = parallel()
+        setattr(config.parallel_config, size, 2)
+        (problem,) = vllm_view.config_problems(config)
+        assert f"--{size.replace('_', '-')} 1" in problem
 
 
 @pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])

@@ -470,9 +470,10 @@ def test_server_takes_its_options(started: Any, run: Run) -> None:
     ended = run(
         *("server", "--socket", "ipc:///run/kv", "--max-local-cpu-size", "512MiB"),
         *("--tier", tiers[0], "--tier", tiers[1], "--floor", 1, "--allow-uid", 7),
+        *("--max-hidden-state-cpu-size", "64MiB"),
     )
     assert ended.code == 0, ended
-    assert started == [("ipc:///run/kv", 512 << 20, tiers, 1 << 30, [7])]
+    assert started == [("ipc:///run/kv", 512 << 20, tiers, 1 << 30, [7], 64 << 20)]
 
 
 def test_server_takes_the_configuration(
@@ -483,7 +484,7 @@ def test_server_takes_the_configuration(
     monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "2")
     monkeypatch.setenv("LMCACHE_TEIRS", "x")
     ended = run("server", "--socket", "ipc:///run/kv")
-    assert started == [("ipc:///run/kv", 2 << 30, ("file:///a",), 0, [])]
+    assert started == [("ipc:///run/kv", 2 << 30, ("file:///a",), 0, [], 0)]
     assert "LMCACHE_TEIRS is not read: did you mean LMCACHE_TIERS?" in ended.err
 
 

@@ -33,6 +33,11 @@ DEFAULTS = Config(
     fail_on_load_error=False,
     min_hit_tokens=0,
     max_offload_tokens=None,
+    extract_hidden_states={},
+    enable_hidden_state_cache=False,
+    max_hidden_state_cpu_bytes=None,
+    hidden_state_layers=None,
+    hidden_state_dtype="native",
 )
 
 
@@ -230,7 +235,10 @@ def test_describe_shows_every_value_with_unit_and_origin():
         "save_decode_cache=true (extra_config) server=none (default) tiers=none (default) "
         "local_disk=none (default) remote_url=none (default) load_timeout=2.5s (env) "
         "lookup_timeout=2s (default) fail_on_load_error=false (default) "
-        "min_hit_tokens=0 (default) max_offload_tokens=none (default)"
+        "min_hit_tokens=0 (default) max_offload_tokens=none (default) "
+        "enable_hidden_state_cache=false (default) max_hidden_state_cpu_size=none (default) "
+        "hidden_state_layers=all (default) hidden_state_dtype=native (default) "
+        "extract_hidden_states={} (default)"
     )
     chosen = msgspec.structs.replace(loaded.config, chunk_size=640, max_local_cpu_bytes=512 << 20)
     text = describe(chosen, loaded.origins)
@@ -348,3 +356,69 @@ def test_credentials_are_found_where_they_are_not_escaped(url: str) -> None:
     with pytest.raises(ConfigError, match="credentials are given in") as second:
         parse_tier_url(url)
     assert "cret" not in str(first.value) + str(second.value)
+
+
+def test_the_seeds_file_of_hidden_states_is_read_as_written(tmp_path):
+    environ = yaml_file(
+        tmp_path,
+        "chunk_size: 256\n\nenable_hidden_state_cache: true\n"
+        "max_hidden_state_cpu_size: 4          # GiB, pinned CPU pool size\n"
+        "# hidden_state_layers: [0, 1]         # optional allowlist (see below)\n",
+    )
+    config = load_config({}, environ).config
+    assert (config.enable_hidden_state_cache, config.hidden_bytes) == (True, 4 * GIB)
+    assert (config.hidden_state_layers, config.hidden_state_dtype) == (None, "native")
+    environ = yaml_file(
+        tmp_path, Path(environ["LMCACHE_CONFIG_FILE"]).read_text().replace("# hidden", "hidden")
+    )
+    assert load_config({}, environ).config.hidden_state_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        ([0, 24, -1], (0, 24, -1)),
+        ([3, 3], (3,)),
+        ("0, 24,-1", (0, 24, -1)),
+        ("-1", (-1,)),
+        (None, None),
+        ("all", None),
+    ],
+)
+def test_layers_of_hidden_states(value, layers):
+    config = load(hidden_state_layers=value)
+    assert config.hidden_state_layers == layers
+    assert load(hidden_state_layers=config.hidden_state_layers) == config
+
+
+@pytest.mark.parametrize(
+    "value", [[], "", "x", [True], [0.5], ["a"], 3, {"0": 1}, [1 << 20], [[0]]]
+)
+def test_illegal_layers_of_hidden_states(value):
+    (problem,) = problems_of({"hidden_state_layers": value}, {})
+    assert "expected a list of layer indices such as [0, 24, -1]" in problem
+
+
+@pytest.mark.parametrize("size", [None, "none", "512KiB"])
+def test_hidden_states_need_a_pool(size):
+    given = {"enable_hidden_state_cache": True}
+    given |= {} if size is None else {"max_hidden_state_cpu_size": size}
+    (problem,) = problems_of(given, {})
+    assert "set max_hidden_state_cpu_size to some GiB, such as 4" in problem
+    # No pool, or that of a server.
+    assert load(**{**given, "enable_hidden_state_cache": False}).hidden_bytes == 0
+    assert load(**given, server="ipc:///run/kv").enable_hidden_state_cache
+
+
+def test_illegal_options_of_hidden_states():
+    for key, value, text in (
+        ("max_hidden_state_cpu_size", 0, "a size above 0: a number of GiB such as 4"),
+        ("max_hidden_state_cpu_size", -1, "above 0"),
+        ("max_hidden_state_cpu_size", True, "above 0"),
+        ("hidden_state_dtype", "fp8", "native or float32"),
+        ("hidden_states_dtype", "native", "did you mean hidden_state_dtype?"),
+        ("enable_hidden_state_cache", "on", "true or false"),
+    ):
+        (problem,) = problems_of({key: value}, {})
+        assert text in problem
+        assert key in problem

@@ -205,7 +205,14 @@ class Clock:
 class World:
     """A scheduler side over the fake store."""
 
-    def __init__(self, clock: Clock, *, can_load: bool = True, **config: Any) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        can_load: bool = True,
+        hidden_tags: Sequence[str] = (),
+        **config: Any,
+    ) -> None:
         self.clock = clock
         self.layout = layout_of(RULES)
         self.store = FakeStore([group.tag for group in self.layout.groups])
@@ -217,7 +224,9 @@ class World:
             can_store=True,
             counters=self.counters,
         )
-        self.scheduler.attach(self.layout, self.store)
+        # Rows of hidden states that a hit needs too, in a store of their own.
+        self.hidden = FakeStore(hidden_tags) if hidden_tags else None
+        self.scheduler.attach(self.layout, self.store, self.hidden, hidden_tags)
 
     def keys_of(self, request: Request) -> list[list[RowKey]]:
         """The rows of a prompt that is known to the scheduler, by chunk."""
@@ -641,3 +650,163 @@ def test_random_lives_hold_no_pins_at_their_end(world: World) -> None:
     for request_id in living:
         world.scheduler.on_finished(request_id)
     world.settle()
+
+
+# ---- hidden states that are needed with the KV --------------------------------------------------
+
+LAYERS = ("hs0-bfloat16-64", "hsm1-bfloat16-64")
+TABLES = [[7] * 20 for _ in RULES]
+
+
+@pytest.fixture
+def both(clock: Clock) -> Iterator[World]:
+    world = World(clock, hidden_tags=LAYERS)
+    yield world
+    for request_id in list(world.scheduler._requests):
+        world.scheduler.on_finished(request_id)
+    world.settle()
+    assert world.hidden is not None
+    assert world.hidden.pins == {}
+
+
+def add_rows(world: World, request: Request, chunks: Sequence[int], *, tier: bool = False) -> None:
+    """Rows of all layers, or of the one by the number of chunks that it has."""
+    names = [rows[0][0] for rows in world.keys_of(request)]
+    keys = {
+        (names[chunk], tag)
+        for tag, count in zip(LAYERS, chunks, strict=True)
+        for chunk in range(count)
+    }
+    (world.hidden.in_tier if tier else world.hidden.in_pool).update(keys)
+
+
+def test_a_hit_reaches_as_far_as_kv_and_rows_of_every_layer(both: World) -> None:
+    request = both.arrive(Request("a", prompt(1, 6)), pool_chunks=5)
+    assert both.match(request) == 0
+    both.scheduler.on_finished("a")
+    for chunks, answer in (((6, 0), 0), ((6, 3), 3), ((4, 6), 4), ((6, 6), 5)):
+        both.hidden.in_pool.clear()
+        request = both.arrive(Request("a", prompt(1, 6)))
+        add_rows(both, request, chunks)
+        assert both.match(request) == answer * CHUNK
+        assert both.match(request) == answer * CHUNK
+        names = [rows[0][0] for rows in both.keys_of(request)]
+        pins = {(name, tag) for name in names[:answer] for tag in LAYERS}
+        assert list(both.hidden.pins.values()) == ([pins] if pins else [])
+        assert len(both.store.pins) == (answer > 0)
+
+
+def test_rows_of_what_the_engine_has_itself_are_needed_too(both: World) -> None:
+    """Who reads them reads those of the whole prefix."""
+    request = both.arrive(Request("a", prompt(1, 5)), pool_chunks=5)
+    add_rows(both, request, (5, 5))
+    assert both.match(request, 2 * CHUNK) == 3 * CHUNK
+    ((hashes, first_chunk),) = both.hidden.asked.values()
+    assert (len(hashes), first_chunk) == (5, 0)
+    (pins,) = both.hidden.pins.values()
+    assert len(pins) == 5 * len(LAYERS)
+    first = both.keys_of(request)[0][0][0]
+    both.hidden.in_pool.discard((first, LAYERS[1]))
+    assert both.match(request, CHUNK) == 0
+    assert both.match(request, CHUNK + 5) == 0
+
+
+def test_rows_in_a_tier_are_waited_for_until_the_deadline(both: World) -> None:
+    request = both.arrive(Request("a", prompt(1, 5)), pool_chunks=5)
+    add_rows(both, request, (2, 2))
+    add_rows(both, request, (5, 5), tier=True)
+    both.hidden.answers = both.hidden.reads = False
+    assert both.match(request) is None
+    both.hidden.answers = True
+    assert both.match(request) is None
+    assert both.match(request) is None
+    both.hidden.reads = True
+    assert both.match(request) == 5 * CHUNK
+
+
+@pytest.mark.parametrize("answers_first", [False, True])
+def test_rows_that_do_not_come_in_time_leave_what_the_pools_had(
+    both: World, answers_first: bool
+) -> None:
+    request = both.arrive(Request("a", prompt(1, 5)), pool_chunks=4)
+    add_rows(both, request, (3, 2))
+    add_rows(both, request, (5, 5), tier=True)
+    both.hidden.answers = both.hidden.reads = False
+    assert both.match(request) is None
+    both.hidden.answers = answers_first
+    assert both.match(request) is None
+    both.clock.now += TIMEOUT
+    assert both.match(request) == 2 * CHUNK
+    assert len(both.hidden.pins) == len(both.store.pins) == 1
+
+
+def test_rows_that_vanish_are_looked_for_again(both: World) -> None:
+    request = both.arrive(Request("a", prompt(1, 5)), pool_chunks=5)
+    add_rows(both, request, (5, 5), tier=True)
+    both.hidden.bad = {(both.keys_of(request)[4][0][0], LAYERS[0])}
+    assert both.match(request) is None
+    assert both.match(request) == 4 * CHUNK
+    both.hidden.always_gone = True
+    other = both.arrive(Request("b", prompt(2, 5)), pool_chunks=5)
+    add_rows(both, other, (5, 5))
+    assert both.match(other) is None
+    both.clock.now += TIMEOUT
+    assert both.match(other) == 0
+    assert len(both.hidden.pins) == len(both.store.pins) == 1
+
+
+def test_rows_stay_pinned_until_the_request_has_run(both: World) -> None:
+    request = both.arrive(Request("a", prompt(1, 4)), pool_chunks=4)
+    add_rows(both, request, (4, 4))
+    assert both.match(request) == 4 * CHUNK
+    both.scheduler.after_alloc("a", TABLES, 4 * CHUNK)
+    assert both.store.pins == {}
+    (pins,) = both.hidden.pins.values()
+    assert len(pins) == 4 * len(LAYERS)
+    (op,) = both.step().loads
+    both.scheduler.on_worker_meta(WorkerMeta(loads=[LoadReport(op.load_id, 0, True)]))
+    # vLLM comes back after the load, and the request's first step is built.
+    both.scheduler.after_alloc("a", TABLES, 0)
+    scheduled = StepView({"a": 10}, lambda _: TABLES, {})
+    both.scheduler.build_step(scheduled)
+    both.scheduler.build_step(scheduled)
+    assert len(both.hidden.pins) == 1
+    # It has an output: its first step is done.
+    request.all_tokens.append(1)
+    both.scheduler.build_step(scheduled)
+    assert both.hidden.pins == {}
+
+
+@pytest.mark.parametrize("end", ["finished", "reset", "preempted"])
+def test_rows_are_let_go_with_their_request(both: World, end: str) -> None:
+    request = both.arrive(Request("a", prompt(1, 4)), pool_chunks=4)
+    add_rows(both, request, (4, 4))
+    assert both.match(request) == 4 * CHUNK
+    both.scheduler.after_alloc("a", TABLES, 4 * CHUNK)
+    (op,) = both.step().loads
+    both.scheduler.on_worker_meta(WorkerMeta(loads=[LoadReport(op.load_id, 0, True)]))
+    (before,) = both.hidden.pins
+    if end == "finished":
+        both.scheduler.on_finished("a")
+    elif end == "reset":
+        both.scheduler.reset()
+    else:
+        assert both.match(request) == 4 * CHUNK
+        both.scheduler.after_alloc("a", TABLES, 4 * CHUNK)
+        (op,) = both.step().loads
+        both.scheduler.on_worker_meta(WorkerMeta(loads=[LoadReport(op.load_id, 0, True)]))
+    assert before not in both.hidden.pins
+    assert len(both.hidden.pins) == (end == "preempted")
+
+
+def test_random_prefixes_are_answered_as_a_simple_model_says(both: World) -> None:
+    rng = random.Random(5)
+    for turn in range(200):
+        request = Request(f"r{turn}", prompt(turn, 4))
+        kv, layers = rng.randrange(5), (rng.randrange(5), rng.randrange(5))
+        local = rng.choice([0, 0, 128, CHUNK, 2 * CHUNK + 128])
+        both.arrive(request, pool_chunks=kv)
+        add_rows(both, request, layers, tier=rng.random() < 0.5)
+        boundary = min(kv, *layers) * CHUNK
+        assert both.match(request, local) == max(0, boundary - local)
+        both.scheduler.on_finished(request.request_id)

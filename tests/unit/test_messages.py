@@ -15,6 +15,7 @@ from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server import messages
 from lmcache_connector.storage.base import (
     Commit,
+    GroupShards,
     LookupReply,
     LookupState,
     NewRow,
@@ -33,6 +34,14 @@ namespaces = st.just("") | st.text("0123456789abcdef", min_size=16, max_size=16)
 texts = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=9)
 digests = st.lists(st.integers(0, 2**64 - 1), max_size=4)
 slots = st.builds(SlotRef, ids, ids, ids)
+groups = st.lists(
+    st.builds(
+        GroupShards,
+        st.from_regex(r"[a-z0-9][a-z0-9-]{0,63}", fullmatch=True),
+        st.lists(st.lists(ids)),
+        st.booleans(),
+    )
+)
 MESSAGES: dict[type[messages.Message], st.SearchStrategy[Any]] = {
     messages.RegisterKVCache: st.builds(
         messages.RegisterKVCache,
@@ -44,6 +53,19 @@ MESSAGES: dict[type[messages.Message], st.SearchStrategy[Any]] = {
         st.lists(ids),
         st.lists(ids),
     ),
+    messages.RegisterHiddenStates: st.builds(
+        messages.RegisterHiddenStates,
+        st.text(max_size=9),
+        st.text(max_size=9),
+        hashes,
+        st.integers(1, 1 << 40),
+        st.integers(0, 1),
+        groups,
+        st.text(max_size=9),
+        st.lists(ids),
+        st.lists(ids),
+    ),
+    messages.AddGroups: st.builds(messages.AddGroups, groups),
     messages.Lookup: st.builds(messages.Lookup, ids, st.lists(hashes), st.integers(0, 1 << 40)),
     messages.Narrow: st.builds(messages.Narrow, ids, st.lists(keys)),
     messages.Release: st.builds(messages.Release, ids),

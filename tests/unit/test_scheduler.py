@@ -157,7 +157,12 @@ class World:
             for group in range(self.num_groups)
         ]
 
-    def step(self, requests: dict[Request, int], tables: dict[str, Any] | None = None) -> StepMeta:
+    def step(
+        self,
+        requests: dict[Request, int],
+        tables: dict[str, Any] | None = None,
+        drafts: dict[str, list[int]] | None = None,
+    ) -> StepMeta:
         def block_ids(request_id: str) -> Any:
             if tables and request_id in tables:
                 return tables[request_id]
@@ -165,7 +170,7 @@ class World:
             return self.tables(request.num_computed_tokens + requests[request])
 
         scheduled = {request.request_id: count for request, count in requests.items()}
-        meta = self.scheduler.build_step(StepView(scheduled, block_ids, self.states))
+        meta = self.scheduler.build_step(StepView(scheduled, block_ids, self.states, drafts or {}))
         for request, count in requests.items():
             request.num_computed_tokens += count
         return meta
@@ -402,6 +407,24 @@ def test_tokens_never_confirmed_are_never_stored() -> None:
     world.scheduler.on_finished("a")
     world.scheduler.on_worker_meta(world.stored(meta.stores[0]))
     assert world.engine.stats().rows == rows
+    world.settle()
+
+
+def test_a_chunk_that_a_draft_ends_waits_until_it_is_accepted() -> None:
+    world = World(save_decode_cache=True)
+    request = Request("a", prompt(1, 510))
+    world.run_cold(request)
+    request.all_tokens += prompt(2, 1)
+    assert not world.step({request: 2}, drafts={"a": [7]}).stores
+    # Rejected: its place is computed again, with another token.
+    request.num_computed_tokens -= 1
+    request.all_tokens += prompt(3, 1)
+    (op,) = world.step({request: 2}, drafts={"a": [8]}).stores
+    assert {obj.end_tokens for obj in op.objects} == {512}
+    world.scheduler.on_worker_meta(world.stored(op))
+    world.scheduler.on_finished("a")
+    assert world.arrive(Request("b", [*request.all_tokens, 9])) == 512
+    world.scheduler.on_finished("b")
     world.settle()
 
 

@@ -1,0 +1,237 @@
+"""``RowClient``: rows of tensors in a ``Store``, put and found from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import xxhash
+
+from lmcache_connector.hidden_states.rows import Layer
+from lmcache_connector.metadata import SlotRef
+from lmcache_connector.server.client import PoolClient
+from lmcache_connector.storage.base import (
+    Commit,
+    LookupState,
+    NewRow,
+    Row,
+    RowKey,
+    Store,
+)
+
+_POLL_SECONDS = 0.001
+_T = TypeVar("_T")
+
+
+class Piece(NamedTuple):
+    """A row to put: ``content``, [chunk, hidden], of the chunk that ``names[position]`` names."""
+
+    position: int
+    layer: Layer
+    content: torch.Tensor
+
+    def key(self, names: Sequence[bytes]) -> RowKey:
+        return names[self.position], self.layer.tag
+
+
+class Prefix(NamedTuple):
+    """Rows of one prompt, whose chunk i is ``names[i + 1]``."""
+
+    names: list[bytes]
+    pieces: list[Piece]
+
+
+class Reserved(NamedTuple):
+    """Slots by piece, as far as they go, in one life of the pool."""
+
+    prefix: Prefix
+    slots: list[list[SlotRef]]
+    incarnation: str
+
+
+class Found(NamedTuple):
+    """Rows that are pinned until they are read: chunk by chunk, layer by layer."""
+
+    load_id: int
+    keys: list[RowKey]
+    rows: list[Row]
+    incarnation: str
+
+
+class RowClient:
+    """The only user of ``store``, whose slots are in ``memory``. ``timeout``: of each wait."""
+
+    def __init__(self, store: Store, memory: PoolClient, chunk_tokens: int, timeout: float) -> None:
+        self.store = store
+        # Held for a verb at a time, never while rows are copied.
+        self.lock = threading.Lock()
+        self.counts = dict.fromkeys(("stored", "dropped", "not_finite", "read", "corrupt"), 0)
+        self._memory = memory
+        self._chunk_tokens = chunk_tokens
+        self._timeout = timeout
+        self._ids = itertools.count(1)
+        # The store's groups, in its order.
+        self._tags: list[str] = []
+
+    def _know(self, layers: Collection[Layer]) -> None:
+        for layer in layers:
+            if layer.tag not in self._tags:
+                self.store.add_groups([layer.group(self._chunk_tokens)])
+                self._tags.append(layer.tag)
+
+    # ---- put ------------------------------------------------------------------------------------
+
+    def put(self, prefixes: Sequence[Prefix]) -> list[Piece]:
+        """Store what is not there yet; what is there then. Of a prefix that does not fit, the
+        head, and of its last chunk all layers or none."""
+        reserved: dict[int, Reserved] = {}
+        commits: dict[int, list[Commit]] = {}
+        there: dict[int, list[Piece]] = {}
+        with self.lock:
+            # All before any is published: none makes room for another.
+            for prefix in prefixes:
+                names, pieces = prefix
+                self._know({piece.layer for piece in pieces})
+                pieces.sort(key=lambda piece: piece[:2])
+                rows = [NewRow([p.content.nbytes], p.key(names)) for p in pieces]
+                store_id = next(self._ids)
+                slots = self.store.prepare_store(store_id, rows, names[: pieces[-1].position + 1])
+                reserved[store_id] = Reserved(prefix, slots, self.store.pool_ref.incarnation)
+        try:
+            for store_id, each in reserved.items():
+                if self._memory.hold(each.incarnation):
+                    try:
+                        there[store_id], commits[store_id] = self._fill(each)
+                    finally:
+                        self._memory.drop()
+        finally:
+            with self.lock:
+                for store_id, each in reserved.items():
+                    if any(each.slots):
+                        self.store.complete_store(store_id, commits.get(store_id, []))
+                    if self.store.pool_ref.incarnation != each.incarnation:
+                        there.pop(store_id, None)
+                stored = [piece for pieces in there.values() for piece in pieces]
+                self.counts["stored"] += len(stored)
+                self.counts["dropped"] += sum(len(p.pieces) for p in prefixes) - len(stored)
+        return stored
+
+    def _fill(self, reserved: Reserved) -> tuple[list[Piece], list[Commit]]:
+        """Copy to the slots: what is there then, and what of it is new."""
+        (names, pieces), slots, _ = reserved
+        end = pieces[len(slots)].position if len(slots) < len(pieces) else len(names)
+        there, commits = [], []
+        for index, (piece, slot) in enumerate(zip(pieces, slots, strict=False)):
+            if piece.position >= end:
+                break
+            if slot:
+                view = self._memory.view(slot[0])
+                content = _rows(view, piece.layer)
+                _copy(content, piece.content)
+                low, high = torch.aminmax(content)
+                if not (low.isfinite() and high.isfinite()):
+                    self.counts["not_finite"] += 1
+                    continue
+                name, tag = piece.key(names)
+                parent = names[piece.position - 1] if piece.position > 1 else None
+                digests = [xxhash.xxh3_64_intdigest(view)]
+                commits.append(Commit(index, name, parent, tag, digests))
+            there.append(piece)
+        return there, commits
+
+    # ---- find -----------------------------------------------------------------------------------
+
+    def reach(self, hashes: Sequence[bytes], layers: Sequence[Layer]) -> int:
+        """How many leading chunks have rows of all layers."""
+        lookup_id = next(self._ids)
+        count = self._until(lambda: self._reach(lookup_id, hashes, layers))
+        with self.lock:
+            self.store.release(lookup_id)
+        return count or 0
+
+    def _reach(
+        self, lookup_id: int, hashes: Sequence[bytes], layers: Sequence[Layer]
+    ) -> int | None:
+        self._know(layers)
+        reply = self.store.lookup(lookup_id, hashes, 0)
+        if reply.state is LookupState.PENDING:
+            return None
+        masks = [reply.present[self._tags.index(layer.tag)][0] for layer in layers]
+        return min((~mask & (mask + 1)).bit_length() - 1 for mask in masks)
+
+    def _until(self, ask: Callable[[], _T | None]) -> _T | None:
+        """The first answer, or None when there is none in time."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            with self.lock:
+                answer = ask()
+            if answer is not None or time.monotonic() > deadline:
+                return answer
+            time.sleep(_POLL_SECONDS)
+
+    def find(self, hashes: Sequence[bytes], layers: Sequence[Layer], least: int) -> Found | None:
+        """Bring the rows of as many leading chunks as have all layers, ``least`` at least, into
+        the pool, and pin them."""
+        lookup_id = next(self._ids)
+        keys: list[RowKey] = []
+
+        def ask() -> Found | None:
+            if not keys:
+                count = self._reach(lookup_id, hashes, layers)
+                if count is None or count < least:
+                    return None if count is None else Found(lookup_id, [], [], "")
+                keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
+            state = self.store.narrow(lookup_id, keys)
+            if state is LookupState.READY:
+                rows = self.store.prepare_load(lookup_id, lookup_id, keys)
+                if rows is not None:
+                    return Found(lookup_id, keys, rows, self.store.pool_ref.incarnation)
+            if state is not LookupState.PENDING:
+                keys.clear()  # one of them is gone by now
+            return None
+
+        found = self._until(ask)
+        if found is not None and found.rows:
+            return found
+        with self.lock:
+            self.store.release(lookup_id)
+        return None
+
+    def read(self, found: Found, layers: Sequence[Layer], outs: Sequence[torch.Tensor]) -> bool:
+        """Copy what was found to ``outs`` by layer, [tokens, hidden], and let go of it. False: the
+        memory is gone, or what was in it is damaged and removed."""
+        size, corrupt = self._chunk_tokens, []
+        is_held = self._memory.hold(found.incarnation)
+        try:
+            for index, row in enumerate(found.rows if is_held else ()):
+                chunk, turn = divmod(index, len(layers))
+                view = self._memory.view(row.slots[0])
+                _copy(outs[turn][chunk * size : (chunk + 1) * size], _rows(view, layers[turn]))
+                if xxhash.xxh3_64_intdigest(view) != row.digests[0]:
+                    corrupt.append(found.keys[index])
+        finally:
+            if is_held:
+                self._memory.drop()
+            with self.lock:
+                self.store.complete_load(found.load_id, corrupt)
+                self.counts["read"] += len(found.rows)
+                self.counts["corrupt"] += len(corrupt)
+        return is_held and not corrupt
+
+
+def _rows(view: memoryview, layer: Layer) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=layer.dtype).view(-1, layer.width)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    pair = (target, source)
+    if target.dtype == source.dtype and all(t.is_cpu and t.is_contiguous() for t in pair):
+        # One memcpy: torch would wake its threads for every chunk.
+        to, what = (tensor.view(torch.uint8).numpy() for tensor in pair)
+        to[:] = what
+    else:
+        target.copy_(source)

@@ -1,0 +1,347 @@
+"""``HiddenStateStore``: hidden states of cached prefixes, found by the chunk keys of their KV.
+
+The [chunk, hidden] rows of one layer are a row of a ``Store``. They are found as long as the KV of
+their chunk is there; of a prefix, as far as all layers that are asked for reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from lmcache_connector.hidden_states.client import Piece, Prefix, RowClient
+from lmcache_connector.hidden_states.rows import DTYPES, Layer, Partials, Rows
+from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase, encode_extra
+from lmcache_connector.log import init_logger, warn_every
+from lmcache_connector.server.client import PoolClient
+from lmcache_connector.storage.base import Store
+
+logger = init_logger(__name__)
+
+# Rows whose chunk is not whole, and rows that wait for the helper thread: enough for hundreds of
+# requests. What is more is not stored.
+_MAX_PARTIAL_BYTES = 1 << 30
+_MAX_QUEUED_BYTES = 256 << 20
+# Rows that turn out to be damaged are removed, and what is left is looked for again.
+_TRIES = 3
+
+
+class HiddenStateStore:
+    """Safe to call from any thread. A store that is lost, full or slow raises nothing: nothing is
+    stored then, or found, after ``timeout`` seconds or a little more.
+
+    Args:
+        store: for this client alone; None until ``attach``.
+        memory: where its slots are.
+        database: of the KV's namespace.
+        layers: the layer indices that are stored; None: all.
+        kept_as: the dtype to keep rows in: "native" (as given) or "float32".
+        default: dtype and width of the rows of a layer of which none was given yet.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        memory: PoolClient | None,
+        database: TokenDatabase | None,
+        *,
+        layers: Collection[int] | None = None,
+        kept_as: str = "native",
+        default: tuple[torch.dtype, int] | None = None,
+        timeout: float = 2.0,
+    ) -> None:
+        self._allowed, self._kept_as, self._default = layers, kept_as, default
+        self._timeout = timeout
+        self._attached: tuple[RowClient, TokenDatabase] | None = None
+        self._layers: dict[int, Layer] = {}
+        self._partials = Partials(_MAX_PARTIAL_BYTES)
+        # Bytes of what the helper thread has not stored yet.
+        self._queued: dict[Future[None], int] = {}
+        self._helper = ThreadPoolExecutor(1, "lmcache-hidden")
+        if store is not None and memory is not None and database is not None:
+            self.attach(store, memory, database)
+
+    def attach(self, store: Store, memory: PoolClient, database: TokenDatabase) -> None:
+        """Go on with another store, or with the keys of another namespace."""
+        client = self._attached[0] if self._attached is not None else None
+        if client is None or client.store is not store:
+            client = RowClient(store, memory, database.chunk_tokens, self._timeout)
+        else:
+            with client.lock:
+                store.clear(database.namespace)
+        self._attached = client, database
+
+    # ---- store ----------------------------------------------------------------------------------
+
+    def store_hidden_states(
+        self,
+        token_ids: Sequence[int],
+        hidden_states: torch.Tensor,
+        layer_idx: int = 0,
+        token_offset: int = 0,
+        *,
+        extra: Extra | None = None,
+        non_blocking: bool = False,
+    ) -> int:
+        """Store ``hidden_states``, [len(token_ids) - token_offset, hidden], of the tokens from
+        ``token_offset`` on; how many of the chunks that end in these are in the store now.
+
+        A chunk may come in pieces, by calls of which each begins where an earlier one for the
+        same tokens ended; one whose first rows never came is not stored.
+
+        Raises:
+            ValueError: rows of another shape, or of other width or dtype than this layer's.
+        """
+        item = Rows(token_ids, hidden_states, layer_idx, token_offset, extra)
+        return self.store_batch([item], non_blocking=non_blocking)[0]
+
+    def store_batch(self, items: Sequence[Rows], *, non_blocking: bool = False) -> list[int]:
+        """``store_hidden_states`` of each. Layers of a prefix that does not fit as a whole end up
+        equally long, if they share their ``token_ids`` and ``extra``.
+
+        With ``non_blocking`` rows are copied and stored by a helper thread: the answer is 0, see
+        ``flush``.
+        """
+        items = [self._checked(item) for item in items]
+        nothing, attached = [0] * len(items), self._attached
+        if attached is None or not (non_blocking or self.flush()):
+            return nothing
+        if not non_blocking:
+            return self._store_now(items, *attached)
+        num_bytes = sum(item.hidden_states.nbytes for item in items)
+        if sum(list(self._queued.values())) + num_bytes > _MAX_QUEUED_BYTES:
+            warn_every(logger, "queue", 60.0, "hidden states come faster than they are stored")
+            return nothing
+        items = [item._replace(hidden_states=item.hidden_states.clone()) for item in items]
+        stream = None
+        for device in {item.hidden_states.device for item in items if item.hidden_states.is_cuda}:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            future = self._helper.submit(self._store_later, items, stream, *attached)
+        except RuntimeError:  # closed
+            return nothing
+        self._queued[future] = num_bytes
+        future.add_done_callback(self._queued.pop)
+        return nothing
+
+    def _store_later(
+        self,
+        items: Sequence[Rows],
+        stream: torch.cuda.Stream | None,
+        client: RowClient,
+        database: TokenDatabase,
+    ) -> None:
+        try:
+            with torch.cuda.stream(stream):
+                self._store_now(items, client, database)
+        except Exception:
+            logger.exception("hidden states could not be stored")
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Whether all that was given ``non_blocking`` is dealt with, within ``timeout`` seconds."""
+        return not wait(list(self._queued), timeout or self._timeout).not_done
+
+    def _checked(self, item: Rows) -> Rows:
+        rows, offset, size = item.hidden_states, item.token_offset, len(item.token_ids)
+        if rows.ndim != 2 or rows.dtype not in DTYPES or not rows.shape[1]:
+            raise ValueError(
+                f"hidden states are [tokens, hidden] of {', '.join(map(str, DTYPES))}, not "
+                f"{list(rows.shape)} of {rows.dtype}"
+            )
+        if not 0 <= offset <= size or len(rows) != size - offset:
+            raise ValueError(f"{len(rows)} rows were given for the tokens {offset} to {size}")
+        if self._allowed is not None and item.layer_idx not in self._allowed:
+            text = f"rows of layer {item.layer_idx} are not stored: not in hidden_state_layers"
+            warn_every(logger, "layer", 60.0, text)
+            return item._replace(token_ids=(), hidden_states=rows[:0], token_offset=0)
+        if self._kept_as == "float32":
+            item = item._replace(hidden_states=rows.float())
+        known = self._layers.setdefault(item.layer_idx, item.layer)
+        if known != item.layer:
+            raise ValueError(f"this layer's rows are {known.tag}, given were {item.layer.tag}")
+        if self._default not in (None, known[1:]):
+            text = f"rows are {known.tag}, hits of requests are told by those of {self._default}"
+            warn_every(logger, "default", 600.0, text)
+        return item
+
+    def _store_now(
+        self, items: Sequence[Rows], client: RowClient, database: TokenDatabase
+    ) -> list[int]:
+        prefixes: dict[tuple[int, int], Prefix] = {}
+        chunks: list[list[Piece]] = []
+        for item in items:
+            same = (id(item.token_ids), id(item.extra))
+            if same not in prefixes:
+                prefixes[same] = Prefix(_names(database, item.token_ids, item.extra), [])
+            chunks.append(self._assemble(item, prefixes[same].names, database.chunk_tokens))
+            prefixes[same].pieces.extend(chunks[-1])
+        there = client.put([prefix for prefix in prefixes.values() if prefix.pieces])
+        stored = {id(piece) for piece in there}
+        return [sum(id(piece) in stored for piece in pieces) for pieces in chunks]
+
+    def _assemble(self, item: Rows, names: Sequence[bytes], size: int) -> list[Piece]:
+        """The chunks that are whole with these rows; the rest of them waits for more."""
+        rows, layer, start, end = item.hidden_states, item.layer, item.token_offset, len(item[0])
+
+        def key(end: int) -> bytes:
+            first = end // size * size
+            extra = item.extra(first, end) if item.extra is not None else None
+            tokens = array("q", item.token_ids[first:end]).tobytes()
+            return hashlib.sha256(
+                encode_extra((names[first // size], layer.tag, tokens, extra))
+            ).digest()
+
+        pieces = []
+        for first in range(start // size * size, end, size):
+            chunk = rows[max(0, first - start) : first + size - start]
+            if len(chunk) < size:
+                # Its first rows are in a call before this, its last ones in one behind, or both.
+                partial = torch.empty((size, layer.width), dtype=layer.dtype)
+                if first < start:
+                    known = self._partials.take(key(start))
+                    if known is None:
+                        continue
+                    partial = known
+                offset = max(0, start - first)
+                partial[offset : offset + len(chunk)] = chunk
+                if end - first < size:
+                    self._partials.put(key(end), partial)
+                    continue
+                chunk = partial
+            pieces.append(Piece(first // size + 1, layer, chunk))
+        return pieces
+
+    # ---- retrieve -------------------------------------------------------------------------------
+
+    def retrieve_hidden_states(
+        self,
+        token_ids: Sequence[int],
+        layer_idx: int = 0,
+        *,
+        extra: Extra | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        out: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor | None:
+        """The longest prefix of whole chunks that has rows of the layer, [tokens, hidden]; None
+        when not even the first chunk has. ``dtype``: None for the one they are kept in. ``out``:
+        where to put them, with room for all whole chunks of ``token_ids``; a view comes back."""
+        outs = None if out is None else {layer_idx: out}
+        found = self.retrieve_layers(
+            token_ids, [layer_idx], extra=extra, dtype=dtype, out=outs, device=device
+        )
+        return None if found is None else found[layer_idx]
+
+    def retrieve_layers(
+        self,
+        token_ids: Sequence[int],
+        layer_idxs: Sequence[int],
+        min_rows: int | None = None,
+        *,
+        extra: Extra | None = None,
+        dtype: torch.dtype | None = None,
+        out: Mapping[int, torch.Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> dict[int, torch.Tensor] | None:
+        """The longest prefix that has rows of all these layers, by layer; None when that is less
+        than ``min_rows``. The rest as in ``retrieve_hidden_states``.
+
+        Raises:
+            ValueError: an ``out`` of another width or without room.
+        """
+        if (asked := self._ask(token_ids, layer_idxs, extra)) is None:
+            return None
+        client, layers, hashes, size = asked
+        outs = out or {}
+        for layer in layers:
+            if (given := outs.get(layer.layer_idx)) is not None and (
+                len(given) < len(hashes) * size or given.shape[1:] != (layer.width,)
+            ):
+                needed = [len(hashes) * size, layer.width]
+                raise ValueError(f"out is {list(given.shape)}, it needs to be {needed}")
+        for _ in range(_TRIES):
+            found = client.find(hashes, layers, max(1, -(-(min_rows or 0) // size)))
+            if found is None:
+                break
+            count = len(found.rows) // len(layers) * size
+            result = {
+                layer.layer_idx: outs[layer.layer_idx][:count]
+                if layer.layer_idx in outs
+                else torch.empty((count, layer.width), dtype=dtype or layer.dtype, device=device)
+                for layer in layers
+            }
+            if client.read(found, layers, list(result.values())):
+                return result
+        return None
+
+    def coverage(
+        self,
+        token_ids: Sequence[int],
+        layer_idxs: Sequence[int] = (0,),
+        *,
+        extra: Extra | None = None,
+    ) -> int:
+        """How many rows ``retrieve_layers`` would find."""
+        if (asked := self._ask(token_ids, layer_idxs, extra)) is None:
+            return 0
+        client, layers, hashes, size = asked
+        return client.reach(hashes, layers) * size
+
+    def has_chunk(
+        self, token_ids: Sequence[int], layer_idx: int = 0, *, extra: Extra | None = None
+    ) -> bool:
+        """Whether rows of the last whole chunk of ``token_ids`` are there, the others or not."""
+        if (asked := self._ask(token_ids, [layer_idx], extra)) is None:
+            return False
+        client, layers, hashes, _ = asked
+        return client.reach(hashes[-1:], layers) > 0
+
+    def _ask(
+        self, token_ids: Sequence[int], layer_idxs: Sequence[int], extra: Extra | None
+    ) -> tuple[RowClient, list[Layer], list[bytes], int] | None:
+        """Whom to ask for what; None where nothing can be there."""
+        layers = []
+        for index in dict.fromkeys(layer_idxs):
+            layer = self._layers.get(index) or (self._default and Layer(index, *self._default))
+            if layer is None or not (self._allowed is None or index in self._allowed):
+                return None
+            layers.append(layer)
+        if (attached := self._attached) is None or not layers:
+            return None
+        client, database = attached
+        hashes = _names(database, token_ids, extra)[1:]
+        return (client, layers, hashes, database.chunk_tokens) if hashes else None
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    @property
+    def num_cached_chunks(self) -> int:
+        """Rows in the pool: chunks, counted once for each layer, of all that share it."""
+        return self.stats().get("rows", 0)
+
+    def stats(self) -> dict[str, int]:
+        """Chunks by what became of them, counted by layer, and the use of the pool."""
+        if (attached := self._attached) is None:
+            return {}
+        client, _ = attached
+        with client.lock:
+            pool = client.store.stats()
+            use = {"rows": pool.rows, "used_bytes": pool.used_bytes}
+            return {**client.counts, **use, "capacity_bytes": pool.capacity_bytes}
+
+    def close(self) -> None:
+        """Store what is queued, then nothing more. Store and memory are their owners' to close."""
+        self._helper.shutdown()
+        self._attached = None
+
+
+def _names(database: TokenDatabase, token_ids: Sequence[int], extra: Extra | None) -> list[bytes]:
+    """The root of the chunk hashes, and they."""
+    chain = ChunkChain(database)
+    chain.extend(lambda start, end: token_ids[start:end], len(token_ids), extra)
+    return [database.root, *chain.hashes]

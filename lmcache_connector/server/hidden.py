@@ -1,0 +1,45 @@
+"""``HiddenService``: the pool of hidden states beside one of KV, with an endpoint of its own."""
+
+from __future__ import annotations
+
+from lmcache_connector.server.cache_server import CacheServer
+from lmcache_connector.server.service import PoolService
+from lmcache_connector.server.sockets import hidden_endpoint
+from lmcache_connector.storage.engine import StorageEngine
+from lmcache_connector.storage.pool import MemoryPool
+
+
+class HiddenService:
+    """``engine`` keeps rows that go with the KV in ``kv``, which ``beside`` serves. Close it after
+    the latter: its tiers are the same.
+
+    Raises:
+        ValueError, OSError: no such pool or socket can be made.
+        StartupError: the endpoint of a server is taken.
+    """
+
+    def __init__(self, kv: StorageEngine, beside: PoolService, capacity_bytes: int) -> None:
+        pool = MemoryPool(capacity_bytes)
+        tiering = None if kv.tiering is None else kv.tiering.for_pool(pool)
+        self.engine = StorageEngine(pool, tiering, shared=kv.shared, kv=kv)
+        for extent in range(len(pool.extents)):
+            self.engine.mark_ready(extent)
+        self._service = PoolService(
+            pool.extents,
+            hidden_endpoint(beside.endpoint),
+            exclusive=kv.shared,
+            allowed_uids=beside.allowed_uids,
+        )
+        self._service.start()
+        self._server = CacheServer(self.engine, self._service)
+        self._server.start()
+
+    @property
+    def endpoint(self) -> str:
+        """``ipc:///path`` to register at."""
+        return f"ipc://{self._service.endpoint}"
+
+    def end(self) -> None:
+        """Serve no more."""
+        self._service.close()
+        self._server.close()
