@@ -38,6 +38,7 @@ from lmcache_connector.server.embedded import EmbeddedStore
 from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCache
 from lmcache_connector.server.sockets import hidden_endpoint, memory_path, socket_path_for
 from lmcache_connector.server.store_client import StoreClient
+from lmcache_connector.storage.base import GroupShards
 from lmcache_connector.storage.pool import check_memory_budget, check_pool_size
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
@@ -99,12 +100,13 @@ class _Setup:
         self.loaded = loaded
         self.config: Config = loaded.config
         # Hidden states as the model has them, and their rows that a hit needs with its KV.
-        self.hidden_shape = vllm_view.hidden_shape(vllm_config, self.config.hidden_state_dtype)
-        layers = self.config.hidden_state_layers or ()
-        self.hidden_groups = [
-            Layer(index, *self.hidden_shape).group(self.chunk_tokens)
-            for index in (layers if self.config.enable_hidden_state_cache else ())
-        ]
+        self.hidden_shape: tuple[torch.dtype, int] | None = None
+        self.hidden_groups: list[GroupShards] = []
+        if self.config.enable_hidden_state_cache:
+            dtype, width = vllm_view.hidden_shape(vllm_config, self.config.hidden_state_dtype)
+            self.hidden_shape = dtype, width
+            layers = [Layer(index, dtype, width) for index in self.config.hidden_state_layers or ()]
+            self.hidden_groups = [layer.group(self.chunk_tokens) for layer in layers]
         engine_id = vllm_view.engine_name(vllm_config)
         # Where the pool's memory is, and the name under which this engine's workers ask for it.
         if self.config.server is None:

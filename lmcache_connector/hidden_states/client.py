@@ -34,32 +34,9 @@ class Piece(NamedTuple):
     layer: Layer
     content: torch.Tensor
 
-    def key(self, names: Sequence[bytes]) -> RowKey:
-        return names[self.position], self.layer.tag
 
-
-class Prefix(NamedTuple):
-    """Rows of one prompt, whose chunk i is ``names[i + 1]``."""
-
-    names: list[bytes]
-    pieces: list[Piece]
-
-
-class Reserved(NamedTuple):
-    """Slots by piece, as far as they go, in one life of the pool."""
-
-    prefix: Prefix
-    slots: list[list[SlotRef]]
-    incarnation: str
-
-
-class Found(NamedTuple):
-    """Rows that are pinned until they are read: chunk by chunk, layer by layer."""
-
-    load_id: int
-    keys: list[RowKey]
-    rows: list[Row]
-    incarnation: str
+# Rows of a prompt, whose chunk i is ``names[i + 1]``.
+Prefix = tuple[list[bytes], list[Piece]]
 
 
 class RowClient:
@@ -88,41 +65,48 @@ class RowClient:
     def put(self, prefixes: Sequence[Prefix]) -> list[Piece]:
         """Store what is not there yet; what is there then. Of a prefix that does not fit, the
         head, and of its last chunk all layers or none."""
-        reserved: dict[int, Reserved] = {}
+        slots: dict[int, tuple[Prefix, list[list[SlotRef]], str]] = {}
         commits: dict[int, list[Commit]] = {}
         there: dict[int, list[Piece]] = {}
-        with self.lock:
-            # All before any is published: none makes room for another.
-            for prefix in prefixes:
-                names, pieces = prefix
-                self._know({piece.layer for piece in pieces})
-                pieces.sort(key=lambda piece: piece[:2])
-                rows = [NewRow([p.content.nbytes], p.key(names)) for p in pieces]
-                store_id = next(self._ids)
-                slots = self.store.prepare_store(store_id, rows, names[: pieces[-1].position + 1])
-                reserved[store_id] = Reserved(prefix, slots, self.store.pool_ref.incarnation)
         try:
-            for store_id, each in reserved.items():
-                if self._memory.hold(each.incarnation):
+            with self.lock:
+                # All before any is published: none makes room for another.
+                for names, pieces in prefixes:
+                    self._know({piece.layer for piece in pieces})
+                    pieces.sort(key=lambda piece: piece[:2])
+                    keys = [(names[piece.position], piece.layer.tag) for piece in pieces]
+                    sizes = [[piece.content.nbytes] for piece in pieces]
+                    rows = list(map(NewRow, sizes, keys))
+                    store_id, prefix = next(self._ids), names[: pieces[-1].position + 1]
+                    reserved = self.store.prepare_store(store_id, rows, prefix)
+                    incarnation = self.store.pool_ref.incarnation
+                    slots[store_id] = (names, pieces), reserved, incarnation
+            for store_id, (prefix_rows, reserved, incarnation) in slots.items():
+                if self._memory.hold(incarnation):
                     try:
-                        there[store_id], commits[store_id] = self._fill(each)
+                        there[store_id], commits[store_id] = self._fill(*prefix_rows, reserved)
                     finally:
                         self._memory.drop()
         finally:
             with self.lock:
-                for store_id, each in reserved.items():
-                    if any(each.slots):
+                for store_id, (_, reserved, _) in slots.items():
+                    if any(reserved):
                         self.store.complete_store(store_id, commits.get(store_id, []))
-                    if self.store.pool_ref.incarnation != each.incarnation:
+                if any(commits.values()):
+                    # An answer: what was told before it is done.
+                    self.store.prepare_store(next(self._ids), [], [])
+                for store_id, (_, _, incarnation) in slots.items():
+                    if self.store.pool_ref.incarnation != incarnation:
                         there.pop(store_id, None)
                 stored = [piece for pieces in there.values() for piece in pieces]
                 self.counts["stored"] += len(stored)
-                self.counts["dropped"] += sum(len(p.pieces) for p in prefixes) - len(stored)
+                self.counts["dropped"] += sum(len(rows) for _, rows in prefixes) - len(stored)
         return stored
 
-    def _fill(self, reserved: Reserved) -> tuple[list[Piece], list[Commit]]:
+    def _fill(
+        self, names: list[bytes], pieces: list[Piece], slots: list[list[SlotRef]]
+    ) -> tuple[list[Piece], list[Commit]]:
         """Copy to the slots: what is there then, and what of it is new."""
-        (names, pieces), slots, _ = reserved
         end = pieces[len(slots)].position if len(slots) < len(pieces) else len(names)
         there, commits = [], []
         for index, (piece, slot) in enumerate(zip(pieces, slots, strict=False)):
@@ -136,10 +120,9 @@ class RowClient:
                 if not (low.isfinite() and high.isfinite()):
                     self.counts["not_finite"] += 1
                     continue
-                name, tag = piece.key(names)
                 parent = names[piece.position - 1] if piece.position > 1 else None
-                digests = [xxhash.xxh3_64_intdigest(view)]
-                commits.append(Commit(index, name, parent, tag, digests))
+                key = names[piece.position], parent, piece.layer.tag
+                commits.append(Commit(index, *key, [xxhash.xxh3_64_intdigest(view)]))
             there.append(piece)
         return there, commits
 
@@ -173,54 +156,57 @@ class RowClient:
                 return answer
             time.sleep(_POLL_SECONDS)
 
-    def find(self, hashes: Sequence[bytes], layers: Sequence[Layer], least: int) -> Found | None:
-        """Bring the rows of as many leading chunks as have all layers, ``least`` at least, into
-        the pool, and pin them."""
-        lookup_id = next(self._ids)
+    def fetch(
+        self,
+        hashes: Sequence[bytes],
+        layers: Sequence[Layer],
+        least: int,
+        make: Callable[[int], list[torch.Tensor]],
+    ) -> list[torch.Tensor] | None:
+        """Rows of as many leading chunks as have those of all layers, at least ``least``, by layer
+        in what ``make`` gives for so many tokens. None: not there, or damaged and removed."""
+        load_id = next(self._ids)
         keys: list[RowKey] = []
 
-        def ask() -> Found | None:
+        def pin() -> tuple[list[Row], str] | None:
             if not keys:
-                count = self._reach(lookup_id, hashes, layers)
+                count = self._reach(load_id, hashes, layers)
                 if count is None or count < least:
-                    return None if count is None else Found(lookup_id, [], [], "")
+                    return None if count is None else ([], "")
                 keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
-            state = self.store.narrow(lookup_id, keys)
+            state = self.store.narrow(load_id, keys)
             if state is LookupState.READY:
-                rows = self.store.prepare_load(lookup_id, lookup_id, keys)
+                rows = self.store.prepare_load(load_id, load_id, keys)
                 if rows is not None:
-                    return Found(lookup_id, keys, rows, self.store.pool_ref.incarnation)
+                    return rows, self.store.pool_ref.incarnation
             if state is not LookupState.PENDING:
                 keys.clear()  # one of them is gone by now
             return None
 
-        found = self._until(ask)
-        if found is not None and found.rows:
-            return found
-        with self.lock:
-            self.store.release(lookup_id)
-        return None
-
-    def read(self, found: Found, layers: Sequence[Layer], outs: Sequence[torch.Tensor]) -> bool:
-        """Copy what was found to ``outs`` by layer, [tokens, hidden], and let go of it. False: the
-        memory is gone, or what was in it is damaged and removed."""
-        size, corrupt = self._chunk_tokens, []
-        is_held = self._memory.hold(found.incarnation)
+        rows, incarnation = self._until(pin) or ([], "")
+        if not rows:
+            with self.lock:
+                self.store.release(load_id)
+            return None
+        corrupt: list[RowKey] = []
+        is_held = self._memory.hold(incarnation)
         try:
-            for index, row in enumerate(found.rows if is_held else ()):
+            outs = make(len(rows) // len(layers) * self._chunk_tokens) if is_held else []
+            for index, row in enumerate(rows if is_held else ()):
                 chunk, turn = divmod(index, len(layers))
-                view = self._memory.view(row.slots[0])
-                _copy(outs[turn][chunk * size : (chunk + 1) * size], _rows(view, layers[turn]))
+                first, view = chunk * self._chunk_tokens, self._memory.view(row.slots[0])
+                target = outs[turn][first : first + self._chunk_tokens]
+                _copy(target, _rows(view, layers[turn]))
                 if xxhash.xxh3_64_intdigest(view) != row.digests[0]:
-                    corrupt.append(found.keys[index])
+                    corrupt.append(keys[index])
         finally:
             if is_held:
                 self._memory.drop()
             with self.lock:
-                self.store.complete_load(found.load_id, corrupt)
-                self.counts["read"] += len(found.rows)
+                self.store.complete_load(load_id, corrupt)
+                self.counts["read"] += len(rows)
                 self.counts["corrupt"] += len(corrupt)
-        return is_held and not corrupt
+        return outs if is_held and not corrupt else None
 
 
 def _rows(view: memoryview, layer: Layer) -> torch.Tensor:

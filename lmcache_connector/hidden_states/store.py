@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -26,8 +27,21 @@ logger = init_logger(__name__)
 # requests. What is more is not stored.
 _MAX_PARTIAL_BYTES = 1 << 30
 _MAX_QUEUED_BYTES = 256 << 20
-# Rows that turn out to be damaged are removed, and what is left is looked for again.
-_TRIES = 3
+
+
+Ids = Sequence[int]
+Attached = tuple[RowClient, TokenDatabase]
+
+
+class How(TypedDict, total=False):
+    """``extra``: what else identifies the tokens, as ``keys.ChunkChain.extend`` takes it."""
+
+    extra: Extra | None
+    # None: the one that the rows are kept in.
+    dtype: torch.dtype | None
+    device: torch.device | str
+    # Where to put them, one or by layer: with room for all whole chunks. Views come back.
+    out: torch.Tensor | Mapping[int, torch.Tensor] | None
 
 
 class HiddenStateStore:
@@ -56,7 +70,7 @@ class HiddenStateStore:
     ) -> None:
         self._allowed, self._kept_as, self._default = layers, kept_as, default
         self._timeout = timeout
-        self._attached: tuple[RowClient, TokenDatabase] | None = None
+        self._attached: Attached | None = None
         self._layers: dict[int, Layer] = {}
         self._partials = Partials(_MAX_PARTIAL_BYTES)
         # Bytes of what the helper thread has not stored yet.
@@ -79,7 +93,7 @@ class HiddenStateStore:
 
     def store_hidden_states(
         self,
-        token_ids: Sequence[int],
+        token_ids: Ids,
         hidden_states: torch.Tensor,
         layer_idx: int = 0,
         token_offset: int = 0,
@@ -111,7 +125,7 @@ class HiddenStateStore:
         if attached is None or not (non_blocking or self.flush()):
             return nothing
         if not non_blocking:
-            return self._store_now(items, *attached)
+            return self._store_now(items, attached)
         num_bytes = sum(item.hidden_states.nbytes for item in items)
         if sum(list(self._queued.values())) + num_bytes > _MAX_QUEUED_BYTES:
             warn_every(logger, "queue", 60.0, "hidden states come faster than they are stored")
@@ -122,7 +136,7 @@ class HiddenStateStore:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            future = self._helper.submit(self._store_later, items, stream, *attached)
+            future = self._helper.submit(self._store_later, items, stream, attached)
         except RuntimeError:  # closed
             return nothing
         self._queued[future] = num_bytes
@@ -130,15 +144,11 @@ class HiddenStateStore:
         return nothing
 
     def _store_later(
-        self,
-        items: Sequence[Rows],
-        stream: torch.cuda.Stream | None,
-        client: RowClient,
-        database: TokenDatabase,
+        self, items: list[Rows], stream: torch.cuda.Stream | None, attached: Attached
     ) -> None:
         try:
             with torch.cuda.stream(stream):
-                self._store_now(items, client, database)
+                self._store_now(items, attached)
         except Exception:
             logger.exception("hidden states could not be stored")
 
@@ -169,19 +179,18 @@ class HiddenStateStore:
             warn_every(logger, "default", 600.0, text)
         return item
 
-    def _store_now(
-        self, items: Sequence[Rows], client: RowClient, database: TokenDatabase
-    ) -> list[int]:
+    def _store_now(self, items: Sequence[Rows], attached: Attached) -> list[int]:
+        client, database = attached
         prefixes: dict[tuple[int, int], Prefix] = {}
         chunks: list[list[Piece]] = []
         for item in items:
             same = (id(item.token_ids), id(item.extra))
             if same not in prefixes:
-                prefixes[same] = Prefix(_names(database, item.token_ids, item.extra), [])
-            chunks.append(self._assemble(item, prefixes[same].names, database.chunk_tokens))
-            prefixes[same].pieces.extend(chunks[-1])
-        there = client.put([prefix for prefix in prefixes.values() if prefix.pieces])
-        stored = {id(piece) for piece in there}
+                prefixes[same] = _names(database, item.token_ids, item.extra), []
+            names, pieces = prefixes[same]
+            chunks.append(self._assemble(item, names, database.chunk_tokens))
+            pieces += chunks[-1]
+        stored = set(map(id, client.put([prefix for prefix in prefixes.values() if prefix[1]])))
         return [sum(id(piece) in stored for piece in pieces) for pieces in chunks]
 
     def _assemble(self, item: Rows, names: Sequence[bytes], size: int) -> list[Piece]:
@@ -192,23 +201,21 @@ class HiddenStateStore:
             first = end // size * size
             extra = item.extra(first, end) if item.extra is not None else None
             tokens = array("q", item.token_ids[first:end]).tobytes()
-            return hashlib.sha256(
-                encode_extra((names[first // size], layer.tag, tokens, extra))
-            ).digest()
+            fields = encode_extra((names[first // size], layer.tag, tokens, extra))
+            return hashlib.sha256(fields).digest()
 
         pieces = []
         for first in range(start // size * size, end, size):
             chunk = rows[max(0, first - start) : first + size - start]
             if len(chunk) < size:
                 # Its first rows are in a call before this, its last ones in one behind, or both.
-                partial = torch.empty((size, layer.width), dtype=layer.dtype)
                 if first < start:
-                    known = self._partials.take(key(start))
-                    if known is None:
-                        continue
-                    partial = known
-                offset = max(0, start - first)
-                partial[offset : offset + len(chunk)] = chunk
+                    partial = self._partials.take(key(start))
+                else:
+                    partial = torch.empty((size, layer.width), dtype=layer.dtype)
+                if partial is None:
+                    continue
+                partial[max(0, start - first) :][: len(chunk)] = chunk
                 if end - first < size:
                     self._partials.put(key(end), partial)
                     continue
@@ -219,72 +226,59 @@ class HiddenStateStore:
     # ---- retrieve -------------------------------------------------------------------------------
 
     def retrieve_hidden_states(
-        self,
-        token_ids: Sequence[int],
-        layer_idx: int = 0,
-        *,
-        extra: Extra | None = None,
-        dtype: torch.dtype | None = torch.float32,
-        out: torch.Tensor | None = None,
-        device: torch.device | str = "cpu",
+        self, token_ids: Ids, layer_idx: int = 0, **how: Unpack[How]
     ) -> torch.Tensor | None:
-        """The longest prefix of whole chunks that has rows of the layer, [tokens, hidden]; None
-        when not even the first chunk has. ``dtype``: None for the one they are kept in. ``out``:
-        where to put them, with room for all whole chunks of ``token_ids``; a view comes back."""
-        outs = None if out is None else {layer_idx: out}
-        found = self.retrieve_layers(
-            token_ids, [layer_idx], extra=extra, dtype=dtype, out=outs, device=device
-        )
+        """The longest prefix of whole chunks that has rows of the layer, [tokens, hidden], as
+        float32 on the CPU unless asked for otherwise; None when the first chunk has none."""
+        options: How = {"dtype": torch.float32, **how}
+        out = how.get("out")
+        if isinstance(out, torch.Tensor):
+            options["out"] = {layer_idx: out}
+        found = self.retrieve_layers(token_ids, [layer_idx], **options)
         return None if found is None else found[layer_idx]
 
     def retrieve_layers(
         self,
-        token_ids: Sequence[int],
+        token_ids: Ids,
         layer_idxs: Sequence[int],
         min_rows: int | None = None,
-        *,
-        extra: Extra | None = None,
-        dtype: torch.dtype | None = None,
-        out: Mapping[int, torch.Tensor] | None = None,
-        device: torch.device | str = "cpu",
+        **how: Unpack[How],
     ) -> dict[int, torch.Tensor] | None:
         """The longest prefix that has rows of all these layers, by layer; None when that is less
-        than ``min_rows``. The rest as in ``retrieve_hidden_states``.
+        than ``min_rows``.
 
         Raises:
             ValueError: an ``out`` of another width or without room.
         """
-        if (asked := self._ask(token_ids, layer_idxs, extra)) is None:
+        if (asked := self._ask(token_ids, layer_idxs, how.get("extra"))) is None:
             return None
         client, layers, hashes, size = asked
-        outs = out or {}
+        outs = how.get("out") or {}
+        assert not isinstance(outs, torch.Tensor)
         for layer in layers:
-            if (given := outs.get(layer.layer_idx)) is not None and (
-                len(given) < len(hashes) * size or given.shape[1:] != (layer.width,)
-            ):
-                needed = [len(hashes) * size, layer.width]
-                raise ValueError(f"out is {list(given.shape)}, it needs to be {needed}")
-        for _ in range(_TRIES):
-            found = client.find(hashes, layers, max(1, -(-(min_rows or 0) // size)))
-            if found is None:
-                break
-            count = len(found.rows) // len(layers) * size
-            result = {
-                layer.layer_idx: outs[layer.layer_idx][:count]
+            out, needed = outs.get(layer.layer_idx), (len(hashes) * size, layer.width)
+            if out is not None and (out.shape[1:] != needed[1:] or len(out) < needed[0]):
+                raise ValueError(f"out is {list(out.shape)}, it needs to be {list(needed)}")
+
+        def make(num_tokens: int) -> list[torch.Tensor]:
+            return [
+                outs[layer.layer_idx][:num_tokens]
                 if layer.layer_idx in outs
-                else torch.empty((count, layer.width), dtype=dtype or layer.dtype, device=device)
+                else torch.empty(
+                    (num_tokens, layer.width),
+                    dtype=how.get("dtype") or layer.dtype,
+                    device=how.get("device"),
+                )
                 for layer in layers
-            }
-            if client.read(found, layers, list(result.values())):
-                return result
-        return None
+            ]
+
+        found = client.fetch(hashes, layers, max(1, -(-(min_rows or 0) // size)), make)
+        if found is None:
+            return None
+        return {layer.layer_idx: rows for layer, rows in zip(layers, found, strict=True)}
 
     def coverage(
-        self,
-        token_ids: Sequence[int],
-        layer_idxs: Sequence[int] = (0,),
-        *,
-        extra: Extra | None = None,
+        self, token_ids: Ids, layer_idxs: Sequence[int] = (0,), extra: Extra | None = None
     ) -> int:
         """How many rows ``retrieve_layers`` would find."""
         if (asked := self._ask(token_ids, layer_idxs, extra)) is None:
@@ -292,9 +286,7 @@ class HiddenStateStore:
         client, layers, hashes, size = asked
         return client.reach(hashes, layers) * size
 
-    def has_chunk(
-        self, token_ids: Sequence[int], layer_idx: int = 0, *, extra: Extra | None = None
-    ) -> bool:
+    def has_chunk(self, token_ids: Ids, layer_idx: int = 0, extra: Extra | None = None) -> bool:
         """Whether rows of the last whole chunk of ``token_ids`` are there, the others or not."""
         if (asked := self._ask(token_ids, [layer_idx], extra)) is None:
             return False
@@ -302,7 +294,7 @@ class HiddenStateStore:
         return client.reach(hashes[-1:], layers) > 0
 
     def _ask(
-        self, token_ids: Sequence[int], layer_idxs: Sequence[int], extra: Extra | None
+        self, token_ids: Ids, layer_idxs: Sequence[int], extra: Extra | None
     ) -> tuple[RowClient, list[Layer], list[bytes], int] | None:
         """Whom to ask for what; None where nothing can be there."""
         layers = []
@@ -340,7 +332,7 @@ class HiddenStateStore:
         self._attached = None
 
 
-def _names(database: TokenDatabase, token_ids: Sequence[int], extra: Extra | None) -> list[bytes]:
+def _names(database: TokenDatabase, token_ids: Ids, extra: Extra | None) -> list[bytes]:
     """The root of the chunk hashes, and they."""
     chain = ChunkChain(database)
     chain.extend(lambda start, end: token_ids[start:end], len(token_ids), extra)

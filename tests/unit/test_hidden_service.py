@@ -209,6 +209,26 @@ def test_kv_that_goes_takes_rows_with_it_across_the_socket(
     assert worker.hs.num_cached_chunks == 4
 
 
+def test_what_a_lost_service_may_not_have_kept_is_not_counted(
+    embedded: EmbeddedStore, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(embedded.hidden.endpoint).ready()
+    stack.callback(worker.close)
+    add_kv(embedded, 1)
+    complete = worker.client.complete_store
+
+    def lose(*how: Any) -> None:
+        worker.client._break()
+        complete(*how)
+
+    monkeypatch.setattr(worker.client, "complete_store", lose)
+    assert worker.hs.store_hidden_states(IDS, rows_of()) == 0
+    monkeypatch.undo()
+    worker.ready()
+    until(lambda: worker.hs.store_hidden_states(IDS, rows_of()) == 5)
+    assert torch.equal(worker.hs.retrieve_hidden_states(IDS, dtype=None), rows_of())
+
+
 def test_each_kind_registers_where_it_belongs(
     embedded: EmbeddedStore, stack: contextlib.ExitStack
 ) -> None:

@@ -410,6 +410,17 @@ def test_another_width_or_dtype_of_a_layer_is_refused(bench: MakeBench) -> None:
     b.hs.store_hidden_states(ids, torch.zeros(len(ids), 9), layer_idx=1)
 
 
+def test_rows_that_requests_are_not_answered_by_are_told(
+    bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = bench(default=(torch.float32, 8))
+    ids = prompt(2 * CHUNK)
+    b.add_kv(ids)
+    assert b.hs.store_hidden_states(ids, rows_of(ids)) == 2
+    assert f"rows are hs0-bfloat16-{WIDTH}, hits of requests are told by those of" in caplog.text
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
+
+
 # ---- layers -------------------------------------------------------------------------------------
 
 
@@ -726,9 +737,22 @@ def test_a_damaged_row_ends_the_prefix_and_is_removed(bench: MakeBench) -> None:
     b.hs.store_hidden_states(ids, rows_of(ids))
     slot = b.engine.rows.index.get((b.hashes(ids)[2], f"hs0-bfloat16-{WIDTH}")).row.slots[0]
     b.memory._maps[slot.extent][slot.offset + 77] ^= 1
+    assert b.hs.retrieve_hidden_states(ids) is None
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids)[: 2 * CHUNK])
     assert b.hs.stats()["corrupt"] == 1
     assert b.hs.num_cached_chunks == 3
+
+
+def test_no_room_for_what_was_found_leaves_no_pins(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    ids = prompt(2 * CHUNK)
+    b.add_kv(ids)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    with pytest.raises(RuntimeError):
+        b.hs.retrieve_hidden_states(ids, device="nowhere")
+    assert (b.session.num_loads, b.memory.held) == (0, 0)
 
 
 def test_memory_that_is_gone_is_a_miss(bench: MakeBench) -> None:
