@@ -6,12 +6,12 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import xxhash
 
-from lmcache_connector.hidden_states.rows import Layer
+from lmcache_connector.hidden_states.rows import Layer, Piece, Prefix
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.storage.base import (
@@ -25,18 +25,6 @@ from lmcache_connector.storage.base import (
 
 _POLL_SECONDS = 0.001
 _T = TypeVar("_T")
-
-
-class Piece(NamedTuple):
-    """A row to put: ``content``, [chunk, hidden], of the chunk that ``names[position]`` names."""
-
-    position: int
-    layer: Layer
-    content: torch.Tensor
-
-
-# Rows of a prompt, whose chunk i is ``names[i + 1]``.
-Prefix = tuple[list[bytes], list[Piece]]
 
 
 class RowClient:

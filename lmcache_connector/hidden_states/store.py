@@ -6,17 +6,15 @@ their chunk is there; of a prefix, as far as all layers that are asked for reach
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
-from lmcache_connector.hidden_states.client import Piece, Prefix, RowClient
-from lmcache_connector.hidden_states.rows import DTYPES, Layer, Partials, Rows
-from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase, encode_extra
+from lmcache_connector.hidden_states.client import RowClient
+from lmcache_connector.hidden_states.rows import DTYPES, How, Ids, Layer, Partials, Prefix, Rows
+from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.storage.base import Store
@@ -29,19 +27,7 @@ _MAX_PARTIAL_BYTES = 1 << 30
 _MAX_QUEUED_BYTES = 256 << 20
 
 
-Ids = Sequence[int]
 Attached = tuple[RowClient, TokenDatabase]
-
-
-class How(TypedDict, total=False):
-    """``extra``: what else identifies the tokens, as ``keys.ChunkChain.extend`` takes it."""
-
-    extra: Extra | None
-    # None: the one that the rows are kept in.
-    dtype: torch.dtype | None
-    device: torch.device | str
-    # Where to put them, one or by layer: with room for all whole chunks. Views come back.
-    out: torch.Tensor | Mapping[int, torch.Tensor] | None
 
 
 class HiddenStateStore:
@@ -182,46 +168,16 @@ class HiddenStateStore:
     def _store_now(self, items: Sequence[Rows], attached: Attached) -> list[int]:
         client, database = attached
         prefixes: dict[tuple[int, int], Prefix] = {}
-        chunks: list[list[Piece]] = []
+        chunks = []
         for item in items:
             same = (id(item.token_ids), id(item.extra))
             if same not in prefixes:
                 prefixes[same] = _names(database, item.token_ids, item.extra), []
             names, pieces = prefixes[same]
-            chunks.append(self._assemble(item, names, database.chunk_tokens))
+            chunks.append(self._partials.assemble(item, names, database.chunk_tokens))
             pieces += chunks[-1]
         stored = set(map(id, client.put([prefix for prefix in prefixes.values() if prefix[1]])))
         return [sum(id(piece) in stored for piece in pieces) for pieces in chunks]
-
-    def _assemble(self, item: Rows, names: Sequence[bytes], size: int) -> list[Piece]:
-        """The chunks that are whole with these rows; the rest of them waits for more."""
-        rows, layer, start, end = item.hidden_states, item.layer, item.token_offset, len(item[0])
-
-        def key(end: int) -> bytes:
-            first = end // size * size
-            extra = item.extra(first, end) if item.extra is not None else None
-            tokens = array("q", item.token_ids[first:end]).tobytes()
-            fields = encode_extra((names[first // size], layer.tag, tokens, extra))
-            return hashlib.sha256(fields).digest()
-
-        pieces = []
-        for first in range(start // size * size, end, size):
-            chunk = rows[max(0, first - start) : first + size - start]
-            if len(chunk) < size:
-                # Its first rows are in a call before this, its last ones in one behind, or both.
-                if first < start:
-                    partial = self._partials.take(key(start))
-                else:
-                    partial = torch.empty((size, layer.width), dtype=layer.dtype)
-                if partial is None:
-                    continue
-                partial[max(0, start - first) :][: len(chunk)] = chunk
-                if end - first < size:
-                    self._partials.put(key(end), partial)
-                    continue
-                chunk = partial
-            pieces.append(Piece(first // size + 1, layer, chunk))
-        return pieces
 
     # ---- retrieve -------------------------------------------------------------------------------
 

@@ -113,18 +113,13 @@ def test_without_the_option_there_is_no_store(start_engine: Callable[..., Any]) 
     engine.close()
 
 
-@pytest.mark.parametrize("sharing", ["own", "server"])
-def test_one_rank_keeps_them(
+def test_one_rank_keeps_them_at_a_server(
     start_engine: Callable[..., Any],
     start_server: Callable[..., Any],
     make_prompt: Callable[..., list[int]],
     tiny_models: Any,
-    sharing: str,
 ) -> None:
-    extra: dict[str, Any] = dict(EXTRA)
-    if sharing == "server":
-        server = start_server(hidden="64MiB")
-        extra["server"] = server.endpoint
+    extra = {**EXTRA, "server": start_server(hidden="64MiB").endpoint}
     engine = start_engine(
         "qwen2",
         multiprocess=True,

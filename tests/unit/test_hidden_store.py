@@ -913,6 +913,7 @@ def test_kv_in_a_tier_only_keeps_its_rows(bench: MakeBench) -> None:
     settle(b)
     b.add_kv(other)
     assert b.kv_engine.stats().evicted == {"full": 4}
+    assert b.hs.num_cached_chunks == 4
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
     # The tier loses it too.
     tier.clear(NAMESPACE.hex()[:16])
@@ -952,7 +953,7 @@ def test_clearing_hidden_states_leaves_the_kv_in_its_tiers(bench: MakeBench) -> 
     settle(b)
     before = tier.stats().num_values
     assert b.engine.clear_namespace("") == 2
-    settle(b)
+    b.engine.channels[0]._jobs["write"].join()
     assert tier.stats().num_values == before == 4
 
 
