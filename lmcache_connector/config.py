@@ -172,15 +172,12 @@ def _parse_bool(value: object) -> bool:
 
 def parse_endpoint(value: object) -> str:
     """``ipc:///absolute/path`` of a cache server's socket."""
-    text = value if isinstance(value, str) else ""
-    if text.startswith("tcp://"):
+    if not isinstance(value, str) or not re.fullmatch(r"ipc:///[^\0]*[^\0/]", value):
         raise ValueError(
-            "engines and a server share memory, so they share a host: expected ipc:///path (other "
-            "hosts are reached through tiers that they share)"
+            "expected ipc:///path of the server's socket: engines and a server share memory, so "
+            "they share a host (other hosts are reached through tiers that they share)"
         )
-    if not re.fullmatch(r"ipc:///[^\0]*[^\0/]", text):
-        raise ValueError("expected ipc:///path of the server's socket")
-    return text
+    return value
 
 
 def parse_url(value: object) -> str:

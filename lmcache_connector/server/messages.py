@@ -32,6 +32,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 # What peers call themselves is logged, and shown on terminals: no control characters.
 _PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
 _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
+_Model = Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)]
 # As in InstanceStatus. Tiers take it for a prefix or a pattern: "/" would be a whole bucket.
 _Namespace = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 _Chunks = Annotated[list[ChunkHash], msgspec.Meta(max_length=1 << 17)]
@@ -51,7 +52,7 @@ class RegisterKVCache(Message, tag="REGISTER_KV_CACHE"):
 
     # Names an engine core: its workers say it too, before anybody else could tell them.
     instance: _Name
-    model: Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)]
+    model: _Model
     # 32 bytes that chunk hashes are chained from (keys.TokenDatabase).
     namespace: ChunkHash
     geometries: Annotated[list[WorkerGeometry], msgspec.Meta(max_length=1024)]
@@ -66,7 +67,7 @@ class RegisterHiddenStates(Message, tag="REGISTER_HIDDEN_STATES"):
     """The same at an endpoint for hidden states, whose groups come as layers do."""
 
     instance: _Name
-    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    model: _Model
     namespace: ChunkHash
     chunk_tokens: Annotated[int, msgspec.Meta(gt=0)]
     # Of the worker that maps the memory; 0: of who only looks up.
