@@ -123,6 +123,9 @@ class StorageEngine:
                     name = value_name(entry.namespace, *entry.key)
                     self.tiering.write(channel, tier, name, entry.row)
                     written = True
+                    if entry.dead:
+                        # Cleared meanwhile, and the tier perhaps before this was there.
+                        tier.remove(name)
             finally:
                 with self.lock:
                     if not written:

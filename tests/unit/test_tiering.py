@@ -855,6 +855,20 @@ def test_a_namespace_is_cleared_in_tiers_too(bench: OpenBench, stored: Stored) -
     until(lambda: tier.letters(OTHER.hex()[:16]) == "")
 
 
+def test_what_is_being_written_is_cleared_too(bench: OpenBench) -> None:
+    tier = FakeTier()
+    house = bench(tier)
+    tier.gates["put"].clear()
+    house.store("a")
+    until(lambda: tier.waiting["put"])
+    assert house.engine.clear_namespace(NAME) == 1
+    until(lambda: tier.calls["clear"] and not tier.waiting["clear"])
+    tier.gates["put"].set()
+    until(lambda: not house.engine.stats().pinned_rows)
+    assert tier.letters() == ""
+    assert house.find(1, "a") == ""
+
+
 def test_clear_of_a_session_leaves_tiers_as_they_are(bench: OpenBench, stored: Stored) -> None:
     tier = stored("abc")
     b = bench(tier, shared=False)
