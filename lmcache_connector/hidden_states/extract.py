@@ -1,4 +1,4 @@
-"""Rows of vLLM's extracted hidden states, from the blocks of finished requests to files.
+"""Rows of vLLM's extracted hidden states, from the blocks of finished requests to files or a tier.
 
 vLLM keeps them in the blocks of one more layer, which is cached and restored like KV: a prefix
 that was restored has its rows too.
@@ -14,7 +14,7 @@ import torch
 
 from lmcache_connector.groups import LayerSpec
 from lmcache_connector.hidden_states import files
-from lmcache_connector.hidden_states.settings import ExtractSettings
+from lmcache_connector.hidden_states.settings import URL, ExtractSettings
 from lmcache_connector.hidden_states.writer import Export, ExportWriter
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import ExportOp, ExtractStep
@@ -26,7 +26,7 @@ logger = init_logger(__name__)
 class Extractor:
     """One rank's rows: the registered cache of ``layer``, [blocks, taps, tokens, hidden].
 
-    All tensor-parallel ranks hold the same rows. One ``writes`` files, the others let go of a
+    All tensor-parallel ranks hold the same rows. One ``writes`` them, the others let go of a
     request's blocks at once.
     """
 
@@ -44,8 +44,8 @@ class Extractor:
         self._writer = ExportWriter(settings) if writes else None
         self._uses_locks = settings.use_synchronization_lock
         self._stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None
-        # By request: its path and lock; its copy, and the slots that it reads.
-        self._locks: dict[str, tuple[str, int]] = {}
+        # By request: its path and lock, if there is one; its copy, and the slots that it reads.
+        self._begun: dict[str, tuple[str, int | None]] = {}
         self._copies: dict[str, tuple[Export, torch.cuda.Event, torch.Tensor]] = {}
         self._sent: set[str] = set()
 
@@ -55,31 +55,39 @@ class Extractor:
         if self._writer is None:
             self._sent.update(op.request_id for op in step.finished)
             return
-        for request_id, path in step.begun.items() if self._uses_locks else ():
-            try:
-                self._locks[request_id] = (path, files.hold_lock(path))
-            except OSError as error:
-                warn_every(logger, "lock", 60.0, "readers of %s will not wait: %s", path, error)
+        for request_id, path in step.begun.items():
+            self._begun[request_id] = (path, self._hold(path))
         for request_id in step.dropped:
-            self._drop_lock(request_id)
+            self._drop(request_id, self._writer)
         for op in step.finished:
             self._export(op, self._writer)
 
-    def _drop_lock(self, request_id: str) -> None:
-        if request_id in self._locks:
-            path, lock = self._locks.pop(request_id)
+    def _hold(self, path: str) -> int | None:
+        if self._uses_locks and not URL.fullmatch(path):
+            try:
+                return files.hold_lock(path)
+            except OSError as error:
+                warn_every(logger, "lock", 60.0, "readers of %s will not wait: %s", path, error)
+        return None
+
+    def _drop(self, request_id: str, writer: ExportWriter) -> None:
+        path, lock = self._begun.pop(request_id, ("", None))
+        if URL.fullmatch(path):
+            writer.refuse(Export(path, (), None), "the request has ended without all of its rows")
+        elif lock is not None:
             files.remove(path, keep_hidden_states=True)
             os.close(lock)
 
     def _export(self, op: ExportOp, writer: ExportWriter) -> None:
         token_ids = torch.frombuffer(bytearray(op.token_ids), dtype=torch.int64)
         shape = (len(token_ids), len(op.layers), self._rows.shape[-1])
-        _, lock = self._locks.pop(op.request_id, (None, None))
-        export = Export(op.path, op.layers, lock, token_ids)
+        _, lock = self._begun.pop(op.request_id, (None, None))
         if not writer.admit(math.prod(shape) * self._rows.element_size()):
-            export.end("too many rows wait to be written (max_queued_size)")
+            reason = "too many rows wait to be written (max_queued_size)"
+            writer.refuse(Export(op.path, op.layers, lock), reason)
             self._sent.add(op.request_id)
             return
+        export = Export(op.path, op.layers, lock, token_ids)
         pinned = self._stream is not None
         export.rows = torch.empty(shape, dtype=self._rows.dtype, pin_memory=pinned)
         firsts = torch.tensor(op.block_ids, dtype=torch.int64)[:, None] * self._block_tokens
@@ -115,7 +123,7 @@ class Extractor:
         if self._stream is not None:
             self._stream.synchronize()
         self.take_sent()
-        for request_id in list(self._locks):
-            self._drop_lock(request_id)
         if self._writer is not None:
+            for request_id in list(self._begun):
+                self._drop(request_id, self._writer)
             self._writer.close()

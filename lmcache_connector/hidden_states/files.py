@@ -1,8 +1,9 @@
-"""Files of hidden states, and how a reader on the same file system gets them.
+"""Hidden states that were exported, and how a reader gets them.
 
 A file holds ``hidden_states`` [tokens, layers, hidden] in the model's dtype and ``token_ids``
 [tokens], int64. Until it is there its writer holds an exclusive flock on ``<path>.lock``;
-``<path>.error`` says why it never will be. The lock file stays until ``remove``.
+``<path>.error`` says why it never will be. The lock file stays until ``remove``. Instead of a path
+there may be the URL of rows in a tier.
 """
 
 from __future__ import annotations
@@ -14,40 +15,80 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lmcache_connector.errors import ExtractionError
-from lmcache_connector.hidden_states.settings import SUFFIX
+from lmcache_connector.hidden_states import values
+from lmcache_connector.hidden_states.settings import ERROR, LOCK, SUFFIX, URL
 
-LOCK, ERROR = ".lock", ".error"
 _WRITER = {"format": "pt", "writer": "lmcache_connector"}
 _POLL_SECONDS = 0.01
+_MAX_REASON = 500
 
 
 def load(path: str, timeout: float = 60.0) -> dict[str, torch.Tensor]:
-    """Read the file at ``path``; waits up to ``timeout`` seconds while it is being written.
+    """Read the rows at a path or URL; waits up to ``timeout`` seconds while they are written.
 
     Raises:
-        ExtractionError: the engine gave it up; says why.
+        ExtractionError: the engine gave them up, or what is there is damaged; says why.
         FileNotFoundError: there is no such file, and nobody is writing it.
-        TimeoutError: it is still being written.
+        TierError: the tier does not answer.
+        TimeoutError: they are still being written.
     """
-    with contextlib.suppress(FileNotFoundError), open(path + LOCK) as lock:
+    return load_with_layers(path, timeout)[0]
+
+
+def load_with_layers(path: str, timeout: float = 60.0) -> tuple[dict[str, torch.Tensor], str]:
+    """As ``load``; and their layers with commas between, "" where the writer did not say."""
+    if URL.fullmatch(path):
+        return values.load(path, timeout)
+    with contextlib.suppress(FileNotFoundError), _open(path + LOCK) as lock:
         deadline = time.monotonic() + timeout
         while not _try_lock(lock.fileno(), fcntl.LOCK_SH):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path} is not written after {timeout:g} s")
             time.sleep(_POLL_SECONDS)
-    if os.path.exists(path + ERROR):
-        raise ExtractionError(f"{path}: {Path(path + ERROR).read_text()}")
-    return load_file(path)
+    with open_rows(path) as file:
+        tensors = {name: file.get_tensor(name) for name in ("hidden_states", "token_ids")}
+        return tensors, (file.metadata() or {}).get("layers", "")
+
+
+@contextlib.contextmanager
+def open_rows(path: str) -> Iterator[Any]:
+    """A file that nobody is writing; raises as ``load`` does, in the block too."""
+    with contextlib.suppress(FileNotFoundError), _open(path + ERROR) as marker:
+        raise ExtractionError(f"{path}: {marker.read(_MAX_REASON)}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ExtractionError(f"{path} is no file")
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ExtractionError(f"{path} holds no hidden states: {error}") from None
+
+
+def is_being_written(path: str) -> bool:
+    """Whether readers of the file wait now."""
+    with contextlib.suppress(FileNotFoundError), _open(path + LOCK) as lock:
+        return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
+    return False
+
+
+def _open(path: str) -> TextIO:
+    """Anybody may write here: a fifo does not block."""
+    return open(
+        path, errors="replace", opener=lambda _, flags: os.open(path, flags | os.O_NONBLOCK)
+    )
 
 
 def remove(path: str, *, keep_hidden_states: bool = False) -> None:
-    """Remove the file with its lock and error marker, or the latter two only."""
+    """Remove the rows at a path or URL, with lock and error marker, or the latter two only."""
+    if URL.fullmatch(path):
+        return None if keep_hidden_states else values.remove(path)
     for suffix in (LOCK, ERROR) if keep_hidden_states else (LOCK, ERROR, ""):
         Path(path + suffix).unlink(missing_ok=True)
 
@@ -74,7 +115,9 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def write(path: str, rows: torch.Tensor, token_ids: torch.Tensor, layers: str) -> None:
-    """The whole file or nothing of it; ``layers`` is kept in its metadata."""
+    """The whole file, or value, or nothing of it; ``layers`` is kept with it."""
+    if URL.fullmatch(path):
+        return values.write(path, rows, token_ids, layers)
     tensors = {"hidden_states": rows, "token_ids": token_ids}
     with _aside(path) as name:
         save_file(tensors, name, metadata={**_WRITER, "layers": layers})
@@ -82,7 +125,9 @@ def write(path: str, rows: torch.Tensor, token_ids: torch.Tensor, layers: str) -
 
 
 def write_error(path: str, reason: str) -> None:
-    """Say that the file never comes."""
+    """Say that the rows never come."""
+    if URL.fullmatch(path):
+        return values.write_error(path, reason)
     with _aside(path + ERROR) as name:
         Path(name).write_text(reason)
 
@@ -104,22 +149,24 @@ def _aside(path: str) -> Iterator[str]:
 
 def tidy(directory: str, ttl: float | None) -> int:
     """Bytes of the files in a directory, whoever wrote them, after what this package left there
-    more than ``ttl`` seconds ago is removed."""
+    more than ``ttl`` seconds ago is removed, unless readers wait for it."""
     oldest = time.time() - ttl if ttl is not None else 0.0
     used_bytes = 0
     with os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError, SafetensorError):
                 facts = entry.stat()
-                if SUFFIX in entry.name and facts.st_mtime < oldest and _is_ours(entry.path):
+                if SUFFIX in entry.name and facts.st_mtime < oldest and _may_go(entry.path):
                     os.unlink(entry.path)
                 elif entry.name.endswith(SUFFIX):
                     used_bytes += facts.st_size
     return used_bytes
 
 
-def _is_ours(path: str) -> bool:
-    if path.endswith(SUFFIX):
+def _may_go(path: str) -> bool:
+    if path.endswith(SUFFIX) and os.path.isfile(path):
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("writer") == _WRITER["writer"]
-    return path.endswith((LOCK, ERROR, ".tmp"))
+    if path.endswith(LOCK):
+        return not is_being_written(path.removesuffix(LOCK))
+    return path.endswith((ERROR, ".tmp"))

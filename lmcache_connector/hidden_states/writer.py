@@ -1,7 +1,7 @@
-"""Writes files of hidden states on threads of its own, within bounds of memory and disk.
+"""Writes hidden states to files or a tier on threads of its own, within bounds of memory and disk.
 
-Whatever becomes of an export, its reader hears of it: there is a file or an error marker, and
-then the lock is released.
+Whatever becomes of an export, its reader hears of it: there are rows or an error marker, and then
+the lock is released.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lmcache_connector.hidden_states import files
+from lmcache_connector.errors import ConnectorError
+from lmcache_connector.hidden_states import files, values
 from lmcache_connector.hidden_states.settings import ExtractSettings
 from lmcache_connector.log import init_logger, warn_every
 
@@ -25,24 +26,25 @@ _PIECE_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class Export:
-    """One file on its way."""
+    """Rows on their way."""
 
+    # Or URL.
     path: str
     layers: tuple[int, ...]
     # Held until it ends; None: no lock is used.
     lock: int | None
     # [tokens], int64.
-    token_ids: torch.Tensor
+    token_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     # [tokens, layers, hidden] on the CPU.
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def end(self, refusal: str | None) -> None:
-        """Release the reader, to a file that was written or to why there is none."""
+        """Release the reader, to what was written or to why there is nothing."""
         try:
             if refusal is not None:
-                warn_every(logger, "refused", 60.0, "no file %s: %s", self.path, refusal)
+                warn_every(logger, "refused", 60.0, "no export %s: %s", self.path, refusal)
                 files.write_error(self.path, refusal)
-        except OSError as error:
+        except (OSError, ConnectorError) as error:
             warn_every(logger, "marker", 60.0, "no error marker for %s: %s", self.path, error)
         finally:
             if self.lock is not None:
@@ -50,11 +52,14 @@ class Export:
 
 
 class ExportWriter:
-    """``admit`` and ``submit`` are called by one thread and do not wait."""
+    """``admit``, ``submit`` and ``refuse`` are called by one thread and do not wait."""
 
     def __init__(self, settings: ExtractSettings) -> None:
         self._settings = settings
-        os.makedirs(settings.shared_storage_path, exist_ok=True)
+        if settings.shared_storage_path.startswith("/"):
+            os.makedirs(settings.shared_storage_path, exist_ok=True)
+        else:
+            values.open_outlet(settings.shared_storage_path)
         self._threads = ThreadPoolExecutor(settings.num_writer_threads, "lmcache-export")
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -72,8 +77,12 @@ class ExportWriter:
         return True
 
     def submit(self, export: Export) -> None:
-        """Write the file of rows that were admitted."""
+        """Write rows that were admitted."""
         self._threads.submit(self._run, export)
+
+    def refuse(self, export: Export, reason: str) -> None:
+        """Tell its reader that it never comes."""
+        self._threads.submit(export.end, reason)
 
     def close(self) -> None:
         """Write what was submitted."""

@@ -8,31 +8,31 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
 from lmcache_connector.config import load_config, parse_endpoint, parse_size, parse_url
 from lmcache_connector.errors import ConnectorError
 from lmcache_connector.groups import ReuseKind, ReuseRule
 from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase
+from lmcache_connector.observability import hidden_cli
 from lmcache_connector.observability.doctor import run_checks
+from lmcache_connector.observability.tables import console, printable, table
 from lmcache_connector.scheduler.hit import servable_boundary
 from lmcache_connector.server import messages
 from lmcache_connector.server.management import TIMEOUT_SECONDS, Ask, managing
 from lmcache_connector.server.run import run_server
 from lmcache_connector.server.sockets import our_endpoints
 
-# A terminal of any width, or long lines.
-console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(hidden_cli.app, name="hidden-states")
 
 Socket = Annotated[
     str | None,
@@ -154,7 +154,7 @@ def main() -> None:
         app()
     except (ConnectorError, OSError) as error:
         for problem in getattr(error, "problems", [error]):
-            typer.echo(f"error: {problem}", err=True)
+            typer.echo(f"error: {printable(problem)}", err=True)
         sys.exit(1)
 
 
@@ -213,7 +213,7 @@ def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.Pr
     )
     counts = ((tag, pool[tag].bit_count(), held[tag].bit_count(), healed[tag]) for tag in tags)
     names = ("group", "chunks in pool", "with tiers", "would hit if complete")
-    console.print(_table("groups", [dict(zip(names, row, strict=True)) for row in counts]))
+    console.print(table("groups", [dict(zip(names, row, strict=True)) for row in counts]))
     if found.pending:
         typer.echo(f"the tiers did not answer within {TIMEOUT_SECONDS:g} s: they may hold more")
     if hit < most:
@@ -258,27 +258,4 @@ def _tables(reply: messages.StatusReply) -> list[RenderableType]:
     data["pool"] = [{k: value for k, value in data["pool"].items() if k != "tiers"}]
     data["namespaces"] = [{"namespace": k, **held} for k, held in data["namespaces"].items()]
     tables = {name: data.pop(name) for name in ("instances", "pool", "namespaces", "tiers")}
-    return [_table(title, rows) for title, rows in {"server": [data], **tables}.items()]
-
-
-def _table(title: str, rows: Sequence[Mapping[str, object]]) -> RenderableType:
-    if not rows:
-        return f"{title}: none"
-    lines = [[name.replace("_", " ") for name in rows[0]]]
-    lines += [[_cell(name, value) for name, value in row.items()] for row in rows]
-    if len(rows[0]) > 5:  # too wide: one line per field
-        lines = list(map(list, zip(*lines, strict=True)))
-    table = Table(title=title, title_justify="left")
-    for head in lines[0]:
-        table.add_column(head, overflow="fold")
-    for line in lines[1:]:
-        table.add_row(*line)
-    return table
-
-
-def _cell(name: str, value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_cell(name + key, item)}" for key, item in value.items())
-    if isinstance(value, int) and "_bytes" in name:
-        return f"{value / 2**20:,.1f} MiB" if value >> 20 else f"{value / 2**10:.1f} KiB"
-    return "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return [table(title, rows) for title, rows in {"server": [data], **tables}.items()]
