@@ -1,6 +1,6 @@
 """``lmcache-connector``: runs a cache server, and manages it or an engine's embedded cache.
 
-Exit codes: 0, 1 for a problem found, 2 for wrong usage. Loads neither vLLM nor torch.
+Exit codes: 0, 1 for a problem found, 2 for wrong usage. Never loads vLLM, nor torch without need.
 """
 
 from __future__ import annotations

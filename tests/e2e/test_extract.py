@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 import torch
 
-from lmcache_connector.hidden_states import files
+from lmcache_connector.errors import ExtractionError
+from lmcache_connector.hidden_states import files, values
 
 pytestmark = pytest.mark.engine
 
@@ -287,6 +290,83 @@ example.cleanup_hidden_states(args["path"])
     assert rows.left_behind() == before
 
 
+TO = """
+import msgspec, os
+os.environ.update(args["env"])
+planner = host.connector.scheduler_side._exports
+planner._settings = msgspec.structs.replace(planner._settings, shared_storage_path=args["place"])
+"""
+
+
+@contextmanager
+def sending_to(rows: Rows, place: str) -> Iterator[None]:
+    """Rows go to a tier."""
+    rows.engine.run(TO, place=place, env=servers.AWS)
+    try:
+        yield
+    finally:
+        rows.engine.run(TO, place=str(rows.directory), env={})
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_rows_by_url_are_the_rows_by_file(
+    rows: Rows, make_prompt: Callable[..., list[int]], kind: str
+) -> None:
+    only_for(rows, "qwen2")
+    prompt = make_prompt(12, 3 * rows.chunk + 40)
+    before = rows.left_behind()
+
+    def cold_and_restored() -> list[torch.Tensor]:
+        rows.forget()
+        _, cold = rows.one(prompt)
+        rows.engine.reset_local()
+        answer, restored = rows.one(prompt)
+        assert answer["cached"] == 3 * rows.chunk
+        assert torch.equal(restored[: 3 * rows.chunk], cold[: 3 * rows.chunk])
+        return [cold, restored]
+
+    by_file = cold_and_restored()
+    files_left = rows.left_behind()
+    with getattr(servers, f"{kind}_url")() as place, sending_to(rows, place):
+        by_url = cold_and_restored()
+        assert all(map(torch.equal, by_url, by_file))
+        # The twin: other bytes in the pool are other rows at the URL.
+        rows.engine.reset_local()
+        rows.engine.run(f"host.on_workers(poison, {HIDDEN!r}, None, 1)")
+        try:
+            answer, poisoned = rows.one(prompt)
+        finally:
+            rows.engine.run("host.on_workers(unpoison)")
+        assert not (poisoned[: 3 * rows.chunk] == by_file[0][: 3 * rows.chunk]).all(-1).any()
+        url = answer["transfer"]["hidden_states_path"]
+        assert url.startswith(f"{place}#")
+        outlet, name, _ = values._place(url)
+        value = bytearray(values.base.header_bytes(2) + poisoned.nbytes + 8 * len(prompt))
+        assert outlet.tier.get(name, [memoryview(value)])
+        value[len(value) // 2] ^= 1
+        outlet.tier.put(name, [memoryview(value)])
+        with pytest.raises(ExtractionError, match="damaged"):
+            files.load(url)
+        files.remove(url)
+        assert outlet.tier.contains([name]) == [False]
+    assert len(files_left - before) == 4
+    assert rows.left_behind() == files_left
+
+
+def test_what_a_tier_does_not_take_is_told_to_the_reader(
+    rows: Rows, make_prompt: Callable[..., list[int]]
+) -> None:
+    """Here the server's bound on values; and the next request is served."""
+    only_for(rows, "qwen2")
+    with (
+        servers.redis_server("--proto-max-bulk-len", "1mb") as (_, port),
+        sending_to(rows, f"redis://127.0.0.1:{port}/0?timeout=2"),
+    ):
+        with pytest.raises(ExtractionError, match="not written"):
+            rows.export([make_prompt(13, 3 * rows.chunk + 40)])
+        rows.one(make_prompt(13, rows.chunk))
+
+
 STEPS = """
 from vllm import SamplingParams
 engine = llm.llm_engine
@@ -332,6 +412,33 @@ assert finish() == {}
     expected = {"before schedule": computed[0] == 0, "mid-prefill": 0 < computed[0] < computed[1]}
     assert expected.get(when, computed[0] > computed[1])
     assert rows.left_behind() == before
+
+
+@pytest.mark.parametrize("when", ["mid-prefill", "while decoding"])
+def test_the_reader_of_an_aborted_request_does_not_wait_for_ever(
+    rows: Rows, make_prompt: Callable[..., list[int]], when: str
+) -> None:
+    """One whose rows were begun is told; whoever guesses another's URL runs into its deadline."""
+    only_for(rows, "qwen2")
+    rows.forget()
+    with servers.redis_url() as place, sending_to(rows, place):
+        url = rows.engine.run(
+            STEPS
+            + """
+add("aborted", args["prompt"], 20)
+for _ in range(args["steps"]):
+    engine.step()
+((op, _),) = host.connector.scheduler_side._exports._wishes.values()
+engine.abort_request(["aborted"])
+assert finish() == {}
+result = op.path
+""",
+            prompt=make_prompt(7, 3 * rows.chunk + 40),
+            steps={"mid-prefill": 1, "while decoding": 4}[when],
+        )
+        expected = TimeoutError if when == "mid-prefill" else ExtractionError
+        with pytest.raises(expected):
+            files.load(url, timeout=1 if when == "mid-prefill" else 20)
 
 
 def test_a_preempted_request_is_exported_whole(
