@@ -16,7 +16,7 @@ from lmcache_connector.errors import ConnectorError
 from lmcache_connector.hidden_states.settings import ERROR, LOCK, SUFFIX, URL
 from lmcache_connector.observability.tables import console, printable, table
 
-_FACTS = "request", "tokens", "layers", "hidden", "dtype", "bytes", "age_seconds", "state"
+_FACTS = "request", "tokens", "layers", "hidden", "dtype", "size_bytes", "age_seconds", "state"
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 app = typer.Typer(no_args_is_help=True, help="Show, cut and remove exported hidden states.")
@@ -89,9 +89,9 @@ def _facts(path: str) -> dict[str, object]:
             return facts | {"state": "being written"}
         with _files().open_rows(path) as file:
             rows, said = file.get_slice("hidden_states"), file.metadata() or {}
-            facts |= {"dtype": rows.get_dtype(), "bytes": os.stat(path).st_size, "state": "ready"}
+            facts |= {"dtype": rows.get_dtype(), "size_bytes": os.stat(path).st_size}
             facts["tokens"], _, facts["hidden"] = rows.get_shape()
-            facts["layers"] = printable(said.get("layers", ""))
+            facts |= {"layers": printable(said.get("layers", "")), "state": "ready"}
     except (ConnectorError, OSError, ValueError) as error:
         facts["state"] = f"failed: {printable(error)}"
     return facts

@@ -78,29 +78,54 @@ def test_extraction_example(tmp_path: Path) -> None:
     assert len(os.listdir(out)) == 2
 
 
-def test_served_example_and_its_client(tmp_path: Path, tiny_models: ModuleType) -> None:
+@contextlib.contextmanager
+def serving(command: list[str], log: Path) -> Iterator[str]:
+    """A server that answers; its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    with started(command, log, PORT=str(port)) as server:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            assert server.poll() is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline, log.read_text(errors="replace")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(0.2)
+        yield url
+
+
+def test_served_example_and_its_client(tmp_path: Path, tiny_models: ModuleType) -> None:
     model = str(tiny_models.build("gemma3").path)
     command = [str(ROOT / "examples/serve_hybrid.sh"), model, "--enforce-eager"]
     command += ["--max-model-len", "12288"]
     server_log = tmp_path / "server.log"
-    with started(command, server_log, PORT=str(port)) as server:
-        deadline = time.monotonic() + SECONDS
-        while True:
-            assert server.poll() is None, server_log.read_text(errors="replace")
-            assert time.monotonic() < deadline, server_log.read_text(errors="replace")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            time.sleep(0.2)
+    with serving(command, server_log) as url:
         lines = run_script("examples/client.py", "--url", url, log=tmp_path / "client.log")
     assert lines[0].endswith(" ms, 0 tokens restored")
     assert lines[1].endswith(" ms, 11,264 tokens restored")
     assert lines[-1] == "identical: yes"
     # Its values come from examples/lmcache.yaml.
     assert "max_local_cpu_size=4GiB (yaml)" in server_log.read_text(errors="replace")
+
+
+def test_served_hidden_states_and_their_reader(tmp_path: Path, tiny_models: ModuleType) -> None:
+    """By URL; examples/extract_hidden_states.py does it by path."""
+    model = str(tiny_models.build("qwen2").path)
+    tier = f"file://{tmp_path}/tier"
+    command = [str(ROOT / "examples/serve_hidden_states.sh"), model, "0,2,4", tier]
+    command += ["--enforce-eager", "--max-model-len", "4096"]
+    reader = "examples/read_hidden_states.py"
+    with serving(command, tmp_path / "server.log") as url:
+        lines = run_script(reader, "--url", url, "--keep", log=tmp_path / "kept.log")
+        assert lines[0].startswith(f"rows at {tier}#")
+        assert lines[1] == "3,000 tokens, 3 layers of 128, bfloat16, 2,304,000 bytes"
+        assert lines[-1] == "tokens are the prompt's: yes"
+        values = [path for path in (tmp_path / "tier").rglob("*") if path.is_file()]
+        assert len(values) == 2
+        assert run_script(reader, "--url", url, log=tmp_path / "log")[-1] == lines[-1]
+    assert [path for path in (tmp_path / "tier").rglob("*") if path.is_file()] == values
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_ls_tells_the_state_of_each(run: Run, tmp_path: Path) -> None:
     found = listed(run, tmp_path)
     ready = found["ready"]
     assert 3600 <= ready.pop("age_seconds") < 3700
-    assert ready.pop("bytes") == (tmp_path / "ready.safetensors").stat().st_size
+    assert ready.pop("size_bytes") == (tmp_path / "ready.safetensors").stat().st_size
     what = {"tokens": 10, "layers": "0,2,4", "hidden": 8, "dtype": "BF16", "state": "ready"}
     assert ready == {"request": "ready", **what}
     assert found["busy"]["state"] == "being written"
