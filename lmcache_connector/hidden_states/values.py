@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -27,8 +27,9 @@ _MAX_REASON = 500  # characters, 6 bytes each at most
 _REST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _Length = Annotated[int, msgspec.Meta(gt=0)]
+_Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 # Error; dtype; tokens, layers, hidden; tap ids with commas between.
-_Head = tuple[str, str, tuple[_Length, _Length, _Length], str]
+_Head = tuple[str, _Dtype, tuple[_Length, _Length, _Length], str]
 
 
 class _Outlet:
@@ -72,7 +73,7 @@ def write_error(url: str, reason: str) -> None:
     """Say that the rows never come."""
     outlet, _, head_name = _place(url)
     try:
-        outlet.put(head_name, _pack(reason[:_MAX_REASON], "", (1, 1, 1), ""))
+        outlet.put(head_name, _pack(reason[:_MAX_REASON], "float32", (1, 1, 1), ""))
     except base.TierError:
         outlet.rests_until = time.monotonic() + _REST_SECONDS
         raise
@@ -88,9 +89,9 @@ def load(url: str, timeout: float) -> tuple[dict[str, torch.Tensor], str]:
         time.sleep(_POLL_SECONDS)
     try:
         error, dtype, shape, layers = msgspec.json.decode(packed, type=_Head)
-        rows = torch.empty(shape, dtype=getattr(torch, dtype or "uint8"))
+        rows = torch.empty(shape, dtype=getattr(torch, dtype))
         token_ids = torch.empty(shape[0], dtype=torch.int64)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as problem:
+    except (ValueError, TypeError, RuntimeError) as problem:
         raise ExtractionError(f"{url}: its head makes no sense: {problem}") from None
     if error:
         raise ExtractionError(f"{url}: {error}")

@@ -44,7 +44,7 @@ class Export:
             if refusal is not None:
                 warn_every(logger, "refused", 60.0, "no export %s: %s", self.path, refusal)
                 files.write_error(self.path, refusal)
-        except (OSError, ConnectorError) as error:
+        except (OSError, ValueError, ConnectorError) as error:
             warn_every(logger, "marker", 60.0, "no error marker for %s: %s", self.path, error)
         finally:
             if self.lock is not None:
