@@ -20,8 +20,9 @@ demo: venv ## serve a tiny hybrid model, restore a document (1 minute); MODEL=ge
 check: venv ## ruff, mypy, architecture and unit tests (under 1 minute)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -m pytest tests/architecture tests/unit
+	@# Types beside the tests: one core each.
+	@$(PY) -m mypy & types=$$!; $(PY) -m pytest tests/architecture tests/unit; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test: check ## check, then kernels and real vLLM engines on the CPU
 	$(PY) -m pytest tests/kernels tests/tiers tests/e2e
