@@ -132,6 +132,12 @@ def test_restored_rows_are_the_cold_ones(rows: Rows, make_prompt: Callable[..., 
     assert restored["cached"] == 3 * rows.chunk
     assert torch.equal(restored_rows[: 3 * rows.chunk], cold_rows[: 3 * rows.chunk])
     assert same(restored_rows, cold_rows)
+    # A prompt that ends with a chunk: its last token is computed, whatever is kept of it.
+    rows.engine.reset_local()
+    aligned, aligned_rows = rows.one(prompt[: 3 * rows.chunk])
+    assert 2 * rows.chunk <= aligned["cached"] < 3 * rows.chunk
+    assert torch.equal(aligned_rows[: aligned["cached"]], cold_rows[: aligned["cached"]])
+    assert same(aligned_rows, cold_rows[: 3 * rows.chunk])
     # The twin: other bytes in the pool are other rows in the file.
     rows.engine.reset_local()
     rows.engine.run(f"host.on_workers(poison, {HIDDEN!r}, None, 1)")  # still finite
