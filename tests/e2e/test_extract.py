@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from lmcache_connector.errors import ExtractionError
 from lmcache_connector.hidden_states import files, values
+from lmcache_connector.hidden_states.settings import SUFFIX
 
 pytestmark = pytest.mark.engine
 
@@ -133,6 +135,12 @@ def test_restored_rows_are_the_cold_ones(rows: Rows, make_prompt: Callable[..., 
     assert restored["cached"] == 3 * rows.chunk
     assert torch.equal(restored_rows[: 3 * rows.chunk], cold_rows[: 3 * rows.chunk])
     assert same(restored_rows, cold_rows)
+    # A prompt that ends with a chunk: its last token is computed, whatever is kept of it.
+    rows.engine.reset_local()
+    aligned, aligned_rows = rows.one(prompt[: 3 * rows.chunk])
+    assert 2 * rows.chunk <= aligned["cached"] < 3 * rows.chunk
+    assert torch.equal(aligned_rows[: aligned["cached"]], cold_rows[: aligned["cached"]])
+    assert same(aligned_rows, cold_rows[: 3 * rows.chunk])
     # The twin: other bytes in the pool are other rows in the file.
     rows.engine.reset_local()
     rows.engine.run(f"host.on_workers(poison, {HIDDEN!r}, None, 1)")  # still finite
@@ -467,28 +475,41 @@ result = finish()
     assert same(file["hidden_states"], expected)
 
 
-def test_two_ranks_write_one_file(
-    directory: Path, start_engine: Callable[..., Any], make_prompt: Callable[..., list[int]]
+def test_two_ranks_write_one_file_and_two_engines_two(
+    rows: Rows,
+    directory: Path,
+    start_engine: Callable[..., Any],
+    make_prompt: Callable[..., list[int]],
 ) -> None:
-    """In the default engine, whose core and workers are other processes that step themselves."""
-    engine = start_engine(
+    """Two engines that share a directory, as data-parallel ones do, get the same prompts at the
+    same time. The second is the default one, whose core and workers are other processes that step
+    themselves."""
+    only_for(rows, "qwen2")
+    second = start_engine(
         "qwen2",
         multiprocess=True,
         tensor_parallel_size=2,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         **arguments(directory, "qwen2"),
     )
-    before = set(os.listdir(directory))
+    before = rows.left_behind()
     prompts = [make_prompt(20 + index, 3 * 256 + 40 + index) for index in range(3)]
-    cold = engine.generate(prompts, max_tokens=3)
+    rows.forget()
+    with ThreadPoolExecutor(1) as thread:
+        alone = thread.submit(rows.export, prompts, max_tokens=3)
+        cold = second.generate(prompts, max_tokens=3)
     cold_rows = [files.load(answer["transfer"]["hidden_states_path"]) for answer in cold]
-    engine.reset_local()
-    restored = engine.generate(prompts, max_tokens=3)
+    for prompt, (_, file), expected in zip(prompts, alone.result(), cold_rows, strict=True):
+        assert file["token_ids"].tolist() == expected["token_ids"].tolist() == prompt
+        assert same(file["hidden_states"], expected["hidden_states"])
+    second.reset_local()
+    restored = second.generate(prompts, max_tokens=3)
     for prompt, answer, expected in zip(prompts, restored, cold_rows, strict=True):
         assert answer["cached"] == 3 * 256
         file = files.load(answer["transfer"]["hidden_states_path"])
-        assert file["token_ids"].tolist() == expected["token_ids"].tolist() == prompt
+        assert file["token_ids"].tolist() == prompt
         assert torch.equal(file["hidden_states"][:768], expected["hidden_states"][:768])
-    new = {name for name in set(os.listdir(directory)) - before if not name.endswith(files.LOCK)}
-    assert len(new) == 6
-    engine.close()
+    new = {name for name in rows.left_behind() - before if not name.endswith(files.LOCK)}
+    assert len(new) == 9
+    assert all(name.endswith(SUFFIX) for name in new)
+    second.close()

@@ -676,7 +676,7 @@ def disk_usage(root: Path) -> int:
 
 def test_the_limit_holds_at_all_times(root: Path, values: ModuleType) -> None:
     """Ten times the limit is put by four threads."""
-    limit, sizes = 10_000_000, [250_000]
+    limit, sizes = 100_000_000, [1_000_000]
     num_values = 10 * limit // sizes[0]
     names = [values.random_name("0" * 16) for _ in range(num_values)]
     usages: list[int] = []

@@ -76,7 +76,7 @@ def brute_force(groups, present, chunk, local, num_tokens) -> int:
     return best
 
 
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=2500, deadline=None)
 @given(cases())
 def test_boundary_is_the_largest_that_every_group_and_shard_can_serve(case):
     groups, present, chunk, local, num_tokens = case

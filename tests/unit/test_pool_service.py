@@ -309,7 +309,8 @@ def test_memory_goes_with_the_service_once_no_copy_holds_it(serve: Serve) -> Non
     client.view(SlotRef(0, 0, 3))[:] = b"abc"
     pinned = [client.address(SlotRef(extent, 0, 1)) for extent in range(2)]
     served.service.close()
-    until(lambda: not client.hold(life))
+    until(lambda: client.incarnation is None)
+    assert not client.hold(life)
     assert bytes(client.view(SlotRef(0, 0, 3))) == b"abc"
     assert not unpinned
     # Whoever starts a copy is refused; the one that runs ends in peace.
