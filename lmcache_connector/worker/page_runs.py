@@ -52,7 +52,6 @@ class PageRuns:
     run_bytes: int
     # Distance between two runs inside an object.
     run_pitch: int
-    num_blocks: int
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -197,6 +196,5 @@ def merge_layer_runs(layers: Sequence[LayerRuns]) -> tuple[PageRuns, str]:
         block_stride=head.block_stride,
         run_bytes=run_bytes,
         run_pitch=align_up(run_bytes, PAGE_ALIGNMENT),
-        num_blocks=head.num_blocks,
     )
     return runs, digest

@@ -82,7 +82,7 @@ class CpuCopier:
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         for job in jobs:
-            reference.gather_pages(*job.tables())
+            reference.gather_pages(*job)
         return self._keep([check.digest() for check in checks])
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
@@ -90,7 +90,7 @@ class CpuCopier:
         # Bytes that fail their check do not reach the engine's blocks at all.
         if all(d == check.expected for d, check in zip(digests, checks, strict=True)):
             for job in jobs:
-                reference.scatter_pages(*job.tables())
+                reference.scatter_pages(*job)
         return self._keep(digests)
 
     def _keep(self, digests: list[int]) -> int:

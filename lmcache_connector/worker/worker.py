@@ -7,9 +7,10 @@ passed, a digest that does not match, an op that does not fit its geometry) it r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
 
 logger = init_logger(__name__)
 
-Copy = Callable[[Sequence[PageJob], Sequence[SlotCheck]], int | None]
+_Op = TypeVar("_Op", LoadOp, StoreOp)
 
 
 @dataclass(slots=True)
@@ -101,53 +102,40 @@ class CacheWorker:
         if meta.pool is not None:
             self.attach(meta.pool.socket_path, meta.pool.instance)
         for op in meta.loads:
-            try:
-                running = self._start_load(op)
-            except ConnectorError as error:
-                warn_every(logger, "load", 60.0, f"load refused: {error}")
-                running = None
-            if running is None:
-                self._report_load(op, ok=False)
-            else:
+            if op.objects and time.monotonic() <= op.deadline and (running := self._start(op)):
                 self._loads[op.load_id] = (op, running)
+            else:
+                self._report_load(op, ok=False)
         self._poll_loads()
 
     def save(self, meta: StepMeta) -> None:
         """Begin the step's stores; on return no later forward can change what they read."""
         for op in meta.stores:
-            try:
-                running = self._start_store(op)
-            except ConnectorError as error:
-                warn_every(logger, "store", 60.0, f"store refused: {error}")
-                running = None
-            if running is None:
-                self._store_reports.append(
-                    StoreReport(op.store_id, self.geometry.rank, [None] * len(op.objects))
-                )
-            else:
+            if running := self._start(op):
                 self._stores[op.store_id] = (op, running)
+            else:
+                nothing: list[int | None] = [None] * len(op.objects)
+                self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, nothing))
         self._poll_stores()
 
-    def _start_load(self, op: LoadOp) -> _Running | None:
-        if not op.objects or time.monotonic() > op.deadline:
-            return None
-        return self._start(op, self._copier.load, storing=False)
-
-    def _start_store(self, op: StoreOp) -> _Running | None:
-        return self._start(op, self._copier.store, storing=True)
-
-    def _start(self, op: LoadOp | StoreOp, copy: Copy, *, storing: bool) -> _Running | None:
-        """Begin an op's copies; None when it is of another life of the pool, or has no room."""
+    def _start(self, op: LoadOp | StoreOp) -> _Running | None:
+        """Begin an op's copies; None when it is of another life of the pool, has no room, or does
+        not fit what is registered."""
         client = next((c for c in self._clients if c.hold(op.incarnation)), None)
         if client is None:
             return None
+        storing = isinstance(op, StoreOp)
         running = _Running(-1, time.monotonic(), [], client)
         ticket = None
         try:
             jobs = _JobBuilder(self.geometry, self._runs)
             for obj in op.objects:
                 running.checks.append(self._add_object(jobs, client, obj, storing=storing))
+            copy = self._copier.store if storing else self._copier.load
             ticket = copy(jobs.build(), _present(running.checks))
+        except ConnectorError as error:
+            what = "store" if storing else "load"
+            warn_every(logger, what, 60.0, f"{what} refused: {error}")
         finally:
             if ticket is None:
                 running.end()
@@ -171,35 +159,40 @@ class CacheWorker:
         digest = None if storing else obj.digests[shard]
         return SlotCheck(client.view(slot)[:nbytes], nbytes, digest)
 
-    def _poll_loads(self) -> None:
-        for load_id, (op, running) in list(self._loads.items()):
+    def _ended(
+        self, copies: dict[int, tuple[_Op, _Running]]
+    ) -> Iterator[tuple[_Op, _Running, list[int | None]]]:
+        """Copies that have ended since the last call, with the digest by object of what this rank
+        copied of it, if anything."""
+        for op_id, (op, running) in list(copies.items()):
             result = self._copier.result(running.ticket)
             if result is None:
                 continue
-            del self._loads[load_id]
+            del copies[op_id]
             running.end()
-            corrupt = _corrupt_objects(running.checks, result)
+            digests = iter(result)
+            yield (
+                op,
+                running,
+                [None if check is None else next(digests) for check in running.checks],
+            )
+
+    def _poll_loads(self) -> None:
+        for op, running, digests in self._ended(self._loads):
+            corrupt = [
+                index
+                for index, (check, digest) in enumerate(zip(running.checks, digests, strict=True))
+                if check is not None and check.expected != digest
+            ]
             self.counters.load_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.load_bytes, op.objects, running)
             self._report_load(op, ok=not corrupt, corrupt=corrupt)
 
     def _poll_stores(self) -> None:
-        for store_id, (op, running) in list(self._stores.items()):
-            result = self._copier.result(running.ticket)
-            if result is None:
-                continue
-            del self._stores[store_id]
-            running.end()
+        for op, running, digests in self._ended(self._stores):
             self.counters.store_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.store_bytes, op.objects, running)
-            digests = iter(result)
-            self._store_reports.append(
-                StoreReport(
-                    op.store_id,
-                    self.geometry.rank,
-                    [None if check is None else next(digests) for check in running.checks],
-                )
-            )
+            self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, digests))
 
     def _report_load(self, op: LoadOp, *, ok: bool, corrupt: Sequence[int] = ()) -> None:
         self._load_reports.append(LoadReport(op.load_id, self.geometry.rank, ok, list(corrupt)))
@@ -240,15 +233,6 @@ def _count_bytes(counter: dict[str, int], objects: Sequence[ObjectOp], running: 
     for obj, check in zip(objects, running.checks, strict=True):
         if check is not None:
             count_group(counter, obj.group, check.nbytes)
-
-
-def _corrupt_objects(checks: Sequence[SlotCheck | None], digests: Sequence[int]) -> list[int]:
-    found = iter(digests)
-    return [
-        index
-        for index, check in enumerate(checks)
-        if check is not None and next(found) != check.expected
-    ]
 
 
 class _JobBuilder:
