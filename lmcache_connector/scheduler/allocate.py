@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmcache_connector.groups import ReuseKind
@@ -41,18 +42,13 @@ def load_objects(
     """
     objects = []
     for group in layout.groups:
-        first_token = first_needed_token(group.rule, boundary, local_tokens)
+        is_state = group.rule.kind is ReuseKind.STATE
+        first_token = 0 if is_state else first_needed_token(group.rule, boundary, local_tokens)
         for chunk in needed_chunks(group.rule, boundary, local_tokens, layout.chunk_tokens):
             end = (chunk + 1) * layout.chunk_tokens
-            blocks = {}
-            for engine_group, tokens_per_block in group.tokens_per_block.items():
-                kept = group.kept_blocks(engine_group, end)
-                if group.rule.kind is not ReuseKind.STATE:
-                    kept = range(max(kept.start, first_token // tokens_per_block), kept.stop)
-                ids = _ids_at(block_ids, engine_group, kept, null_block_id)
-                if ids is None:
-                    return None
-                blocks[engine_group] = ids
+            blocks = _kept_blocks(group, end, block_ids, null_block_id, first_token)
+            if blocks is None:
+                return None
             objects.append(ObjectOp(group.tag, end, blocks, [], []))
     return objects
 
@@ -100,12 +96,11 @@ def tokens_by_group(
     layout: CacheLayout, rows: Sequence[tuple[bytes, str]], num_tokens: int
 ) -> dict[str, int]:
     """Tokens that each group's objects of a load stand for (a state stands for all of them)."""
-    counts: dict[str, int] = {}
-    for _, tag in rows:
-        counts[tag] = counts.get(tag, 0) + layout.chunk_tokens
-    kinds = {group.tag: group.rule.kind for group in layout.groups}
+    counts = Counter(tag for _, tag in rows)
     return {
-        tag: num_tokens if kinds[tag] is ReuseKind.STATE else min(num_tokens, count)
+        tag: num_tokens
+        if layout.by_tag[tag].rule.kind is ReuseKind.STATE
+        else min(num_tokens, count * layout.chunk_tokens)
         for tag, count in counts.items()
     }
 
@@ -120,11 +115,17 @@ def _ids_at(
 
 
 def _kept_blocks(
-    group: GroupLayout, end: int, block_ids: BlockTables, null_block_id: int
+    group: GroupLayout,
+    end: int,
+    block_ids: BlockTables,
+    null_block_id: int,
+    first_token: int = 0,
 ) -> dict[int, list[int]] | None:
+    """Those of the blocks kept that reach beyond ``first_token``."""
     blocks = {}
-    for engine_group in group.tokens_per_block:
+    for engine_group, tokens_per_block in group.tokens_per_block.items():
         kept = group.kept_blocks(engine_group, end)
+        kept = range(max(kept.start, first_token // tokens_per_block), kept.stop)
         ids = _ids_at(block_ids, engine_group, kept, null_block_id)
         if ids is None:
             return None

@@ -133,8 +133,6 @@ class PendingLoad:
     # (chunk hash, group tag) by object of the op.
     rows: list[tuple[bytes, str]]
     num_tokens: int
-    num_bytes: int
-    started: float
     ok: bool = True
     corrupt: set[int] = field(default_factory=set)
 
