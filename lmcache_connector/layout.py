@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from lmcache_connector.errors import GeometryError
 from lmcache_connector.groups import (
+    ObjectGroup,
     ReuseKind,
     ReuseRule,
     WorkerGeometry,
-    stored_blocks,
+    num_stored_blocks,
     validate_geometry,
 )
 from lmcache_connector.storage.base import GroupShards
@@ -30,12 +31,11 @@ class GroupLayout:
         self.tokens_per_block: dict[int, int] = {}
         # Rank -> the shard that it stores.
         self.owned_shard: dict[int, int] = {}
-        self._owners: dict[int, WorkerGeometry] = {}
+        self._owners: dict[int, tuple[WorkerGeometry, ObjectGroup]] = {}
         self._sizes: dict[int, list[int]] = {}
 
-    def add_rank(self, geometry: WorkerGeometry) -> None:
-        """Account for a rank that holds layers of this group."""
-        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
+    def add_rank(self, geometry: WorkerGeometry, group: ObjectGroup) -> None:
+        """Account for a rank that holds layers of this group, which is ``group`` there."""
         for index in group.kernel_groups:
             kernel_group = geometry.kernel_groups[index]
             engine_group = kernel_group.engine_group_idx
@@ -48,7 +48,7 @@ class GroupLayout:
         if geometry.owns_shard_of(group):
             shard = geometry.shard_of(group)
             self.owned_shard[geometry.rank] = shard
-            self._owners[shard] = geometry
+            self._owners[shard] = geometry, group
 
     def shard_bytes(self, end_tokens: int) -> list[int]:
         """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
@@ -62,10 +62,9 @@ class GroupLayout:
         return sizes
 
     def _object_bytes(self, shard: int, end_tokens: int) -> int:
-        geometry = self._owners.get(shard)
-        if geometry is None:
+        if shard not in self._owners:
             return 0  # a pipeline stage without layers of this group
-        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
+        geometry, group = self._owners[shard]
         return geometry.object_layout(group, end_tokens).nbytes
 
     def sizes_by_position(self) -> list[list[int]]:
@@ -84,9 +83,9 @@ class GroupLayout:
     def kept_blocks(self, engine_group: int, end_tokens: int) -> range:
         """Positions in the engine group's block table that the chunk's object keeps."""
         tokens_per_block = self.tokens_per_block[engine_group]
-        first, count = stored_blocks(self.rule, tokens_per_block, self.chunk_tokens, end_tokens)
-        start = (end_tokens - self.chunk_tokens) // tokens_per_block + first
-        return range(start, start + count)
+        count = num_stored_blocks(self.rule, tokens_per_block, self.chunk_tokens, end_tokens)
+        end = end_tokens // tokens_per_block
+        return range(end - count, end)
 
 
 class CacheLayout:
@@ -120,12 +119,12 @@ class CacheLayout:
                     f"of {self.chunk_tokens}"
                 )
             for group in geometry.object_groups():
-                layout = groups.get(group.tag)
-                if layout is None:
+                if group.tag not in groups:
                     num_shards = group.num_shards * geometry.pp_size
-                    layout = GroupLayout(group.tag, group.rule, num_shards, self.chunk_tokens)
-                    groups[group.tag] = layout
-                layout.add_rank(geometry)
+                    groups[group.tag] = GroupLayout(
+                        group.tag, group.rule, num_shards, self.chunk_tokens
+                    )
+                groups[group.tag].add_rank(geometry, group)
         self.groups = tuple(groups[tag] for tag in sorted(groups))
         self.by_tag = groups
         self.fingerprints = tuple(geometry.fingerprint() for geometry in ordered)
