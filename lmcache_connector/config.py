@@ -71,9 +71,8 @@ class Config(msgspec.Struct, frozen=True):
     @property
     def tier_urls(self) -> tuple[str, ...]:
         """All tiers, nearest first."""
-        first = (self.local_disk,) if self.local_disk else ()
-        last = (self.remote_url,) if self.remote_url else ()
-        return (*first, *self.tiers, *last)
+        urls = (self.local_disk, *self.tiers, self.remote_url)
+        return tuple(url for url in urls if url is not None)
 
 
 class LoadedConfig(NamedTuple):

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = ">=0.30,<0.34"
 
+_CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 # Names without which the connector cannot be correct: (module, object, attribute or None).
 _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
     *(
-        ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", hook)
+        (_CONNECTOR_BASE, "KVConnectorBase_V1", hook)
         # Hooks that this connector overrides: one that vLLM does not call never fires.
         for hook in (
             "bind_gpu_block_pool",
@@ -48,12 +49,8 @@ _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
             "update_connector_output",
         )
     ),
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA", None),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorTransferResults",
-        "failed_recving",
-    ),
+    (_CONNECTOR_BASE, "SupportsHMA", None),
+    (_CONNECTOR_BASE, "KVConnectorTransferResults", "failed_recving"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "kv_connector_block_state"),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState", "boundary_state_offloads"),
     ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", None),
@@ -175,24 +172,21 @@ def group_specs(
             )
             continue
         per_layer = getattr(wrapper, "kv_cache_specs", None)
-        layers = []
-        for name in group.layer_names:
-            spec = per_layer[name] if per_layer is not None else wrapper
-            layer = _layer_spec(vllm_config, group_id, name, spec, problems)
-            if layer is not None:
-                layers.append(layer)
+        by_name = dict.fromkeys(group.layer_names, wrapper) if per_layer is None else per_layer
+        layers = [
+            _layer_spec(vllm_config, group_id, name, by_name[name], problems)
+            for name in group.layer_names
+        ]
         # A pipeline stage may hold no layer of the group; its blocks count all the same.
-        some_spec = next(iter(per_layer.values()), None) if per_layer is not None else wrapper
+        spec = wrapper if per_layer is None else next(iter(per_layer.values()), None)
         sample = (
-            _layer_spec(vllm_config, group_id, "", some_spec, problems)
-            if some_spec is not None
-            else None
+            _layer_spec(vllm_config, group_id, "", spec, problems) if spec is not None else None
         )
         groups.append(
             EngineGroupSpec(
                 group_id,
                 cacheable,
-                tuple(layers),
+                tuple(layer for layer in layers if layer is not None),
                 tokens_per_block=sample.tokens_per_block if sample else 0,
                 recurrent_state=sample is not None and sample.rule.kind is ReuseKind.STATE,
             )

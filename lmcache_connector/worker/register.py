@@ -99,7 +99,16 @@ def register_kv_caches(
             problems.append(str(error))
             continue
         runs.append(merged)
-        kernel_groups.append(_kernel_group(identity, indices, merged, order))
+        kernel_groups.append(
+            msgspec.structs.replace(
+                identity,
+                layer_indices=indices,
+                nl=len(indices),
+                num_runs=len(merged.run_addresses),
+                run_bytes=merged.run_bytes,
+                content_order=order,
+            )
+        )
     if problems:
         raise GeometryError("\n".join(problems))
     geometry = WorkerGeometry(
@@ -176,17 +185,4 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
         num_runs=0,
         run_bytes=0,
         extra_object_group_tag=HIDDEN_STATES if spec.family == "hidden" else 0,
-    )
-
-
-def _kernel_group(
-    identity: KVLayerGroupInfo, indices: tuple[int, ...], runs: PageRuns, order: str
-) -> KVLayerGroupInfo:
-    return msgspec.structs.replace(
-        identity,
-        layer_indices=indices,
-        nl=len(indices),
-        num_runs=len(runs.run_addresses),
-        run_bytes=runs.run_bytes,
-        content_order=order,
     )

@@ -107,7 +107,6 @@ class CpuCopier:
 
 @dataclass(slots=True)
 class _DeviceCopy:
-    ticket: int
     checks: Sequence[SlotCheck]
     # Started at once for a load, after the copy for a store.
     hashing: list[Future[int]] | None
@@ -124,7 +123,6 @@ class GpuCopier:
 
         self._device = DeviceCopier(device)
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
-        self._tickets = itertools.count()
         self._copies: dict[int, _DeviceCopy] = {}
 
     def register_extent(self, address: int, nbytes: int) -> None:
@@ -135,23 +133,21 @@ class GpuCopier:
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.store(jobs)
-        return None if ticket is None else self._keep(_DeviceCopy(ticket, checks, None))
+        if ticket is not None:
+            self._copies[ticket] = _DeviceCopy(checks, None)
+        return ticket
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.load(jobs)
-        return self._keep(_DeviceCopy(ticket, checks, self._hash(checks)))
+        self._copies[ticket] = _DeviceCopy(checks, self._hash(checks))
+        return ticket
 
     def _hash(self, checks: Sequence[SlotCheck]) -> list[Future[int]]:
         return [self._threads.submit(check.digest) for check in checks]
 
-    def _keep(self, copy: _DeviceCopy) -> int:
-        ticket = next(self._tickets)
-        self._copies[ticket] = copy
-        return ticket
-
     def result(self, ticket: int) -> list[int] | None:
         copy = self._copies[ticket]
-        if not self._device.done(copy.ticket):
+        if not self._device.done(ticket):
             return None
         if copy.hashing is None:
             copy.hashing = self._hash(copy.checks)
@@ -161,8 +157,8 @@ class GpuCopier:
         return [future.result() for future in copy.hashing]
 
     def close(self) -> None:
-        for copy in self._copies.values():
-            self._device.wait(copy.ticket)
+        for ticket in self._copies:
+            self._device.wait(ticket)
         self._threads.shutdown()
         self._device.close()
 

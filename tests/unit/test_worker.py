@@ -332,7 +332,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GpuCopier, Device]]:
     device = Device()
     copier._device = device  # type: ignore[assignment]
     copier._threads = ThreadPoolExecutor(1)
-    copier._tickets = transfer.itertools.count()
     copier._copies = {}
     yield copier, device
     copier.close()
