@@ -45,14 +45,14 @@ class _Running:
 
     ticket: int
     started: float
-    # By object of the op: this rank's slot, or None where it has nothing to copy.
-    checks: list[SlotCheck | None]
+    # This rank's slots, by index of the op's object; none where it has nothing to copy.
+    checks: dict[int, SlotCheck]
     # Holds the memory for it.
     client: PoolClient
 
     def end(self) -> None:
         """Let go of the memory: nothing touches it any more."""
-        for check in _present(self.checks):
+        for check in self.checks.values():
             check.view.release()
         self.client.drop()
 
@@ -125,14 +125,15 @@ class CacheWorker:
         if client is None:
             return None
         storing = isinstance(op, StoreOp)
-        running = _Running(-1, time.monotonic(), [], client)
+        running = _Running(-1, time.monotonic(), {}, client)
         ticket = None
         try:
             jobs = _JobBuilder(self.geometry, self._runs)
-            for obj in op.objects:
-                running.checks.append(self._add_object(jobs, client, obj, storing=storing))
+            for index, obj in enumerate(op.objects):
+                if check := self._add_object(jobs, client, obj, storing=storing):
+                    running.checks[index] = check
             copy = self._copier.store if storing else self._copier.load
-            ticket = copy(jobs.build(), _present(running.checks))
+            ticket = copy(jobs.build(), list(running.checks.values()))
         except ConnectorError as error:
             what = "store" if storing else "load"
             warn_every(logger, what, 60.0, f"{what} refused: {error}")
@@ -161,29 +162,20 @@ class CacheWorker:
 
     def _ended(
         self, copies: dict[int, tuple[_Op, _Running]]
-    ) -> Iterator[tuple[_Op, _Running, list[int | None]]]:
-        """Copies that have ended since the last call, with the digest by object of what this rank
-        copied of it, if anything."""
+    ) -> Iterator[tuple[_Op, _Running, dict[int, int]]]:
+        """Copies that have ended since the last call, with their digests by index of the object."""
         for op_id, (op, running) in list(copies.items()):
             result = self._copier.result(running.ticket)
             if result is None:
                 continue
             del copies[op_id]
             running.end()
-            digests = iter(result)
-            yield (
-                op,
-                running,
-                [None if check is None else next(digests) for check in running.checks],
-            )
+            yield op, running, dict(zip(running.checks, result, strict=True))
 
     def _poll_loads(self) -> None:
         for op, running, digests in self._ended(self._loads):
-            corrupt = [
-                index
-                for index, (check, digest) in enumerate(zip(running.checks, digests, strict=True))
-                if check is not None and check.expected != digest
-            ]
+            checks = running.checks.items()
+            corrupt = [index for index, check in checks if check.expected != digests[index]]
             self.counters.load_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.load_bytes, op.objects, running)
             self._report_load(op, ok=not corrupt, corrupt=corrupt)
@@ -192,7 +184,8 @@ class CacheWorker:
         for op, running, digests in self._ended(self._stores):
             self.counters.store_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.store_bytes, op.objects, running)
-            self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, digests))
+            written = [digests.get(index) for index in range(len(op.objects))]
+            self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, written))
 
     def _report_load(self, op: LoadOp, *, ok: bool, corrupt: Sequence[int] = ()) -> None:
         self._load_reports.append(LoadReport(op.load_id, self.geometry.rank, ok, list(corrupt)))
@@ -225,14 +218,9 @@ class CacheWorker:
         self._clients.clear()
 
 
-def _present(checks: Sequence[SlotCheck | None]) -> list[SlotCheck]:
-    return [check for check in checks if check is not None]
-
-
 def _count_bytes(counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running) -> None:
-    for obj, check in zip(objects, running.checks, strict=True):
-        if check is not None:
-            count_group(counter, obj.group, check.nbytes)
+    for index, check in running.checks.items():
+        count_group(counter, objects[index].group, check.nbytes)
 
 
 class _JobBuilder:
