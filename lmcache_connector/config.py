@@ -230,10 +230,6 @@ def _show_size(value: object) -> str:
     return f"{value}B"
 
 
-def _show_seconds(value: object) -> str:
-    return f"{value:g}s"
-
-
 OPTIONS = (
     Option(
         "chunk_size",
@@ -288,14 +284,14 @@ OPTIONS = (
         10,
         _parse_seconds,
         "Seconds until a load that has not started is given up and its tokens are recomputed.",
-        show=_show_seconds,
+        show="{:g}s".format,
     ),
     Option(
         "lookup_timeout",
         2,
         _parse_seconds,
         "Seconds that a request may wait for the answer of a slow storage tier; then it is a miss.",
-        show=_show_seconds,
+        show="{:g}s".format,
     ),
     Option(
         "fail_on_load_error",

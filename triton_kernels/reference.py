@@ -171,13 +171,16 @@ def _scatter_piece(
 # ---- rows of hidden states ---------------------------------------------------------------------
 
 
-def row_views(tokens: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_views(
+    tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens as [num_blocks, block_size, taps, hidden], rows as [n, taps, hidden]. A flat tensor
-    is one block of all its tokens."""
+    is one block of all its tokens. ``slots``: of the rows, or None for a span of them."""
     assert {tokens.dtype, rows.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
     assert rows.ndim in (2, 3)
     assert tokens.ndim in (rows.ndim, rows.ndim + 1)
     assert tokens.shape[1 - rows.ndim :] == rows.shape[1:]
+    assert slots is None or (slots.dtype == torch.int64 and slots.shape == rows.shape[:1])
     if tokens.ndim == rows.ndim:
         tokens = tokens.unsqueeze(0)
     return (tokens, rows) if rows.ndim == 3 else (tokens.unsqueeze(2), rows.unsqueeze(1))
@@ -195,9 +198,7 @@ def gather_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) ->
         out: [n, *row], of any of the three dtypes: rows of another one are cast, rounding to
             nearest even, those of the same one keep every bit.
     """
-    tokens, rows = row_views(source, out)
-    assert slots.dtype == torch.int64
-    assert slots.shape == rows.shape[:1]
+    tokens, rows = row_views(source, out, slots)
     real = slots >= 0
     if not real.any():
         return
@@ -235,9 +236,7 @@ def gather_span(source: torch.Tensor, first: int, count: int, out: torch.Tensor)
 def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy ``rows`` to the places of tokens, which ``gather_rows(destination, slots, rows)`` reads.
     A negative slot is skipped; no other may come twice."""
-    tokens, rows = row_views(destination, rows)
-    assert slots.dtype == torch.int64
-    assert slots.shape == rows.shape[:1]
+    tokens, rows = row_views(destination, rows, slots)
     real = slots >= 0
     if not real.all():
         slots, rows = slots[real], rows[real]

@@ -98,7 +98,7 @@ class PendingStore:
     num_prompt_tokens: int
     waiting_ranks: set[int]
     parts: list[StorePart]
-    # By part, by shard.
+    # By part, by shard; 0 for a shard of no bytes.
     digests: list[list[int | None]] = field(default_factory=list)
 
     def bind(self, hashes: Sequence[bytes]) -> None:

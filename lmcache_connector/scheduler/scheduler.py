@@ -318,7 +318,7 @@ class CacheScheduler:
             num_prompt_tokens=view.num_prompt_tokens,
             waiting_ranks=set(range(opened.layout.num_ranks)),
             parts=parts,
-            digests=[[None] * len(part.sizes) for part in parts],
+            digests=[[None if size else 0 for size in part.sizes] for part in parts],
         )
         return StoreOp(store_id, opened.store.pool_ref.incarnation, objects)
 
@@ -337,7 +337,7 @@ class CacheScheduler:
         parts = zip(pending.parts, pending.digests, report.digests, strict=True)
         for part, digests, digest in parts:
             shard = opened.layout.by_tag[part.group].owned_shard.get(report.rank)
-            if shard is not None:
+            if shard is not None and part.sizes[shard]:
                 digests[shard] = digest
         if not pending.waiting_ranks:
             del self._stores[report.store_id]
@@ -352,11 +352,8 @@ class CacheScheduler:
                 continue
             if not part.late:
                 self._storing.discard((part.chunk_hash, part.group))
-            written = [
-                0 if size == 0 else digest for size, digest in zip(part.sizes, digests, strict=True)
-            ]
-            if pending.generation == self._generation and None not in written:
-                whole = [digest for digest in written if digest is not None]
+            whole = [digest for digest in digests if digest is not None]
+            if pending.generation == self._generation and len(whole) == len(digests):
                 commits.append(Commit(part.index, part.chunk_hash, part.parent, part.group, whole))
                 self.ledger.stored(part)
             else:

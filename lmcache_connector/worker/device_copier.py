@@ -32,14 +32,6 @@ __all__ = ["DeviceCopier", "PageJob"]
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
-class _Segment(NamedTuple):
-    """Blocks of a job that are contiguous in host memory and in staging."""
-
-    host: torch.Tensor
-    # Bytes from the job's first block in staging.
-    offset: int
-
-
 class _Extents:
     """Pinned host memory by address. Grows on a helper thread while copies look slots up."""
 
@@ -86,9 +78,10 @@ class _Extents:
                 "pool memory"
             )
 
-    def segments(self, job: PageJob) -> list[_Segment]:
-        """Host memory of a checked job's blocks. Neighbours are merged, but never across two
-        extents: a single copy must not span two registrations."""
+    def segments(self, job: PageJob) -> list[tuple[torch.Tensor, int]]:
+        """Host memory of a checked job's blocks, with its place behind the first block in staging,
+        in bytes. Neighbours are merged, but never across two extents: a single copy must not span
+        two registrations."""
         bounds, slots, block_bytes = self._bounds, job.slot_addresses, job.block_bytes
         extent = np.searchsorted(bounds[:, 0], slots, side="right") - 1
         apart = (slots[1:] - slots[:-1] != block_bytes) | (extent[1:] != extent[:-1])
@@ -98,7 +91,7 @@ class _Extents:
             address = int(bounds[extent[first], 0])
             start = int(slots[first]) - address
             host = self._tensors[address][start : start + (last - first) * block_bytes]
-            segments.append(_Segment(host, first * block_bytes))
+            segments.append((host, first * block_bytes))
         return segments
 
 
@@ -110,9 +103,7 @@ class _Area:
     freed: torch.cuda.Event | None = None
 
 
-class _Placed(NamedTuple):
-    piece: PageJob
-    area: _Area
+_Placed = tuple[PageJob, _Area]
 
 
 class _Stage(NamedTuple):
@@ -319,7 +310,7 @@ class DeviceCopier:
         turns = itertools.cycle(areas)
         for job in jobs:
             for piece in split_job(job, self._area_bytes):
-                yield _Placed(piece, next(turns))
+                yield piece, next(turns)
 
     def _staged_table(self, piece: PageJob, offset: int) -> torch.Tensor:
         count = len(piece.run_addresses) + 2 * len(piece.block_ids)
@@ -368,7 +359,7 @@ class DeviceCopier:
 def _line_up(jobs: Sequence[PageJob], start: int) -> Iterator[_Placed]:
     """Whole jobs one after the other from ``start``."""
     for job in jobs:
-        yield _Placed(job, _Area(start))
+        yield job, _Area(start)
         start += job.staged_bytes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 import torch
@@ -34,14 +34,13 @@ RegisteredCache = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Where this worker stands among the engine's workers."""
+    """Where this worker stands among the engine's workers: fields of its WorkerGeometry."""
 
     rank: int = 0
     pp_rank: int = 0
     pp_size: int = 1
     tp_rank: int = 0
     tp_size: int = 1
-    # WorkerGeometry.backends
     backends: tuple[str, ...] = ()
 
 
@@ -112,15 +111,10 @@ def register_kv_caches(
     if problems:
         raise GeometryError("\n".join(problems))
     geometry = WorkerGeometry(
-        rank=ranks.rank,
-        pp_rank=ranks.pp_rank,
-        pp_size=ranks.pp_size,
-        tp_rank=ranks.tp_rank,
-        tp_size=ranks.tp_size,
+        **asdict(ranks),
         chunk_tokens=chunk_tokens,
         engine_groups=engine_group_infos(kernel_groups),
         kernel_groups=tuple(kernel_groups),
-        backends=ranks.backends,
     )
     validate_geometry(geometry)
     return Registration(geometry, tuple(runs))
