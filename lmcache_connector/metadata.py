@@ -142,6 +142,3 @@ class WorkerMeta(msgspec.Struct, array_like=True):
             loads=self.loads + other.loads,
             geometries=self.geometries + other.geometries,
         )
-
-    def is_empty(self) -> bool:
-        return not (self.stores or self.loads or self.geometries)

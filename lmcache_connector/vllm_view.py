@@ -224,7 +224,6 @@ def _layer_spec(
                 "at block boundaries; pass --enable-prefix-caching --mamba-cache-mode align"
             )
             return None
-        replicated = getattr(spec, "tp_replicated", False)
         return LayerSpec(
             name=name,
             tokens_per_block=spec.block_size,
@@ -232,7 +231,7 @@ def _layer_spec(
             page_bytes=spec.state_content_size_bytes,
             dtype="int8",
             rule=STATE,
-            num_shards=1 if replicated else tp_size,
+            num_shards=1 if getattr(spec, "tp_replicated", False) else tp_size,
             family="state",
         )
     if getattr(spec, "non_causal", False):
@@ -253,13 +252,11 @@ def _layer_spec(
     if sharded and rule.kind is not ReuseKind.FULL:
         problems.append(f"{where}: context-parallel sliding windows are not supported")
         return None
-    num_slots = int(spec.num_states)
-    page_bytes = int(getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes))
     return LayerSpec(
         name=name,
         tokens_per_block=spec.block_size * (dcp_size if sharded else 1),
-        slots_per_block=num_slots,
-        page_bytes=page_bytes,
+        slots_per_block=int(spec.num_states),
+        page_bytes=int(getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes)),
         dtype=str(spec.dtype).removeprefix("torch."),
         rule=rule,
         num_shards=_attention_shards(spec, tp_size, sharded),

@@ -75,11 +75,10 @@ def word_bytes_of(
 
 def kernel_constants(word_bytes: int, *, to_slots: bool) -> dict[str, object]:
     """The kernel's compile-time arguments."""
-    element = _ELEMENTS[word_bytes]
     element_bytes = min(word_bytes, 8)
     return {
         "WORD_BYTES": word_bytes,
-        "ELEMENT": element,
+        "ELEMENT": _ELEMENTS[word_bytes],
         "ELEMENT_BYTES": element_bytes,
         "TILE": TILE_BYTES // element_bytes,
         "TO_SLOTS": to_slots,

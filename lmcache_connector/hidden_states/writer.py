@@ -100,8 +100,7 @@ class ExportWriter:
     def _write(self, export: Export) -> str | None:
         # Embeddings alone may be zero.
         refusal = screen(export.rows, may_be_zero=export.layers == (0,))
-        if refusal is None:
-            refusal = self._reserve(export.rows.nbytes)
+        refusal = refusal or self._reserve(export.rows.nbytes)
         if refusal is not None:
             return refusal
         try:

@@ -123,6 +123,10 @@ class StorePart:
     # The key was found after the step was built, and is not reserved against other stores.
     late: bool = False
 
+    @property
+    def key(self) -> RowKey | None:
+        return None if self.chunk_hash is None else (self.chunk_hash, self.group)
+
 
 @dataclass(slots=True)
 class PendingLoad:

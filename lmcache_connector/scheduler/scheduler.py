@@ -94,7 +94,7 @@ class CacheScheduler:
         self._loads: dict[int, PendingLoad] = {}
         self._new_loads: list[LoadOp] = []
         # (chunk hash, group tag) of rows that a store in flight will publish.
-        self._storing: set[tuple[bytes, str]] = set()
+        self._storing: set[RowKey] = set()
         self._ids = itertools.count(1)
         self._generation = 0
 
@@ -290,27 +290,21 @@ class CacheScheduler:
             return None
         store_id = next(self._ids)
         prefix = state.chain.hashes[max(0, chunks.start - _CHUNKS_IN_FLIGHT) : chunks.start]
-        rows = [
-            NewRow(part.sizes, (part.chunk_hash, part.group) if part.chunk_hash else None)
-            for part in parts
-        ]
+        rows = [NewRow(part.sizes, part.key) for part in parts]
         slots = opened.store.prepare_store(store_id, rows, prefix)
-        self.ledger.dropped(parts[len(slots) :])
-        kinds = {opened.layout.by_tag[part.group].rule.kind for part in parts[len(slots) :]}
-        if ReuseKind.FULL in kinds:
+        refused = parts[len(slots) :]
+        self.ledger.dropped(refused)
+        if any(opened.layout.by_tag[part.group].rule.kind is ReuseKind.FULL for part in refused):
             # Without this chunk nothing behind it can be served: the head keeps the room.
             state.next_chunk = _NO_CHUNK
+        for obj, reserved in zip(objects, slots, strict=False):
+            obj.slots[:] = reserved
         # Rows that are there already get no slots.
-        to_copy = [index for index, reserved in enumerate(slots) if reserved]
-        if not to_copy:
+        objects = [obj for obj in objects if obj.slots]
+        parts = [part for part, reserved in zip(parts, slots, strict=False) if reserved]
+        if not parts:
             return None
-        for index in to_copy:
-            objects[index].slots[:] = slots[index]
-        objects = [objects[index] for index in to_copy]
-        parts = [parts[index] for index in to_copy]
-        self._storing.update(
-            (part.chunk_hash, part.group) for part in parts if part.chunk_hash is not None
-        )
+        self._storing.update(part.key for part in parts if part.key is not None)
         self._stores[store_id] = PendingStore(
             generation=self._generation,
             request_id=view.request_id,
@@ -450,11 +444,11 @@ class CacheScheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError when the request table does not fit what is in flight."""
         expected = {
-            (part.chunk_hash, part.group)
+            part.key
             for pending in self._stores.values()
             if pending.generation == self._generation
             for part in pending.parts
-            if part.chunk_hash is not None and not part.late
+            if part.key is not None and not part.late
         }
         assert self._storing == expected, (self._storing, expected)
         if self._open is not None:

@@ -7,6 +7,7 @@ copied a whole block at a time. Padding belongs to no run.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -106,7 +107,8 @@ def layer_runs(name: str, pages: torch.Tensor, page_bytes: int) -> LayerRuns:
     end = in_storage + int(offsets[-1]) + run_bytes + (pages.shape[0] - 1) * block_stride
     if in_storage < 0 or end > storage.nbytes():
         raise GeometryError(f"layer {name}: {describe(pages)} leaves its storage")
-    storage_address = _as_int64(storage.data_ptr())
+    # Some devices' addresses have the highest bit set: the same 64 bits as a signed number.
+    storage_address = ctypes.c_int64(storage.data_ptr()).value
     return LayerRuns(
         name=name,
         addresses=offsets + (storage_address + in_storage),
@@ -115,11 +117,6 @@ def layer_runs(name: str, pages: torch.Tensor, page_bytes: int) -> LayerRuns:
         num_blocks=pages.shape[0],
         storage_address=storage_address,
     )
-
-
-def _as_int64(address: int) -> int:
-    """The same 64 bits as a signed number: some devices' addresses have the highest bit set."""
-    return address - (1 << 64) if address >> 63 else address
 
 
 def check_disjoint(layers: Sequence[LayerRuns]) -> None:

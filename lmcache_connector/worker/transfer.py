@@ -17,9 +17,8 @@ import torch
 import xxhash
 
 from lmcache_connector.triton_kernels import reference
-from lmcache_connector.worker.device_copier import PageJob
-
-__all__ = ["Copier", "CpuCopier", "GpuCopier", "PageJob", "SlotCheck", "make_copier"]
+from lmcache_connector.worker.device_copier import DeviceCopier
+from lmcache_connector.worker.staging import PageJob
 
 # Hashing one slot runs at memory speed and releases the interpreter lock; a few threads keep up
 # with a PCIe link.
@@ -118,9 +117,6 @@ class GpuCopier:
     touch_ahead = False
 
     def __init__(self, device: torch.device) -> None:
-        # Not before it is needed: CPU engines run without Triton.
-        from lmcache_connector.worker.device_copier import DeviceCopier
-
         self._device = DeviceCopier(device)
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
         self._copies: dict[int, _DeviceCopy] = {}

@@ -32,7 +32,8 @@ from lmcache_connector.metadata import (
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.worker.page_runs import PageRuns
 from lmcache_connector.worker.register import Registration
-from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
+from lmcache_connector.worker.staging import PageJob
+from lmcache_connector.worker.transfer import Copier, SlotCheck
 
 logger = init_logger(__name__)
 
@@ -205,7 +206,7 @@ class CacheWorker:
         """Reports since the last call, or None."""
         meta = WorkerMeta(self._store_reports, self._load_reports)
         self._store_reports, self._load_reports = [], []
-        return None if meta.is_empty() else meta
+        return meta if meta.stores or meta.loads else None
 
     def shutdown(self) -> None:
         """End running copies, then unmap the pool."""
