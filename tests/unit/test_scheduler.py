@@ -207,7 +207,7 @@ class World:
         self.scheduler.check_integrity()
         assert not self.scheduler.has_pending_work()
         stats = self.engine.stats()
-        assert (stats.pinned_rows, stats.leases) == (0, 0)
+        assert (stats.busy_rows, stats.leases) == (0, 0)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -273,7 +273,7 @@ def test_an_abort_releases_every_pin(world: World, when: str) -> None:
         (load,) = world.step({}).loads
     if when == "loading":
         world.scheduler.on_finished("b")
-        assert world.engine.stats().pinned_rows > 0, "slots are read until the worker says so"
+        assert world.engine.stats().busy_rows > 0, "slots are read until the worker says so"
     if load is not None:
         world.scheduler.on_worker_meta(world.loaded(load))
     world.scheduler.on_finished("b")
