@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from lmcache_connector import __version__, vllm_faults, vllm_request, vllm_view
+from lmcache_connector import __version__, vllm_engine, vllm_faults, vllm_request, vllm_view
 from lmcache_connector.chunk_size import choose_chunk_size
 from lmcache_connector.config import (
     Config,
@@ -48,6 +49,7 @@ from lmcache_connector.worker.worker import CacheWorker, device_of
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -130,7 +132,8 @@ class SchedulerSide:
             transfer.kv_load_failure_policy = "recompute"
         self._facts = vllm_view.namespace_facts(vllm_config)
         self._mm_counters = vllm_request.mm_identifiers_are_counters(vllm_config)
-        self._adapter_digests: dict[tuple[int, str], str] = {}
+        self._adapter_digests: vllm_request.AdapterDigests = {}
+        vllm_engine.watch(self)
         self._scheduler = CacheScheduler(
             config,
             self._namespace,
@@ -342,6 +345,11 @@ class SchedulerSide:
 
     def reset(self) -> None:
         self._scheduler.reset()
+
+    def on_adapter(self, lora: LoRARequest) -> None:
+        # What cannot be read is told when a request comes with it.
+        with contextlib.suppress(OSError):
+            vllm_request.note_adapter(lora, self._adapter_digests, reload=True)
 
     def take_counters(self) -> dict[str, Any]:
         return self._scheduler.take_counters()

@@ -86,6 +86,7 @@ class CacheScheduler:
         self._storing: set[tuple[bytes, str]] = set()
         self._ids = itertools.count(1)
         self._generation = 0
+        self._reset_nonce = ""
 
     @property
     def attached(self) -> bool:
@@ -112,9 +113,9 @@ class CacheScheduler:
         """What chunk hashes are chained from now; empty before ``attach``."""
         return self._database.namespace if self._database is not None else b""
 
-    def namespace(self, layout: CacheLayout, nonce: str = "") -> bytes:
+    def namespace(self, layout: CacheLayout) -> bytes:
         """The 32 bytes that this engine's chunk hashes are chained from."""
-        return self._namespace(layout.fingerprints, nonce)
+        return self._namespace(layout.fingerprints, self._reset_nonce)
 
     def _new_database(self, namespace: bytes) -> None:
         assert self._layout is not None
@@ -433,6 +434,7 @@ class CacheScheduler:
     def reset(self) -> None:
         """Forget this engine's view at once. Keys of later stores and lookups are new ones."""
         self._generation += 1
+        self._reset_nonce = os.urandom(16).hex()
         self._storing.clear()
         for state in self._requests.values():
             self._drop_lookup(state)
@@ -442,7 +444,7 @@ class CacheScheduler:
             state.next_chunk = _NO_CHUNK
         if self._store is not None:
             assert self._layout is not None
-            namespace = self.namespace(self._layout, os.urandom(16).hex())
+            namespace = self.namespace(self._layout)
             self._store.clear(namespace)
             if self._hidden is not None:
                 self._hidden.clear(namespace)
