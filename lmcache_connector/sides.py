@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +11,15 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from lmcache_connector import __version__, vllm_engine, vllm_faults, vllm_request, vllm_view
-from lmcache_connector.chunk_size import choose_chunk_size
 from lmcache_connector.config import (
-    Config,
-    LoadedConfig,
     RequestParams,
     describe,
-    load_config,
     parse_request_params,
 )
 from lmcache_connector.counters import Counters
-from lmcache_connector.errors import ConfigError, StartupError
-from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
+from lmcache_connector.errors import StartupError
+from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.hidden_states.extract import Extractor
-from lmcache_connector.hidden_states.rows import Layer
-from lmcache_connector.hidden_states.settings import ExtractSettings, parse_settings
 from lmcache_connector.hidden_states.store import HiddenStateStore
 from lmcache_connector.keys import UNRESOLVED_PREFIX, TokenDatabase, namespace_digest
 from lmcache_connector.layout import CacheLayout
@@ -37,10 +30,10 @@ from lmcache_connector.scheduler.scheduler import CacheScheduler
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.server.embedded import EmbeddedStore
 from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCache
-from lmcache_connector.server.sockets import hidden_endpoint, memory_path, socket_path_for
+from lmcache_connector.server.sockets import hidden_endpoint, memory_path
 from lmcache_connector.server.store_client import StoreClient
-from lmcache_connector.storage.base import GroupShards
-from lmcache_connector.storage.pool import check_memory_budget, check_pool_size
+from lmcache_connector.setup import Setup
+from lmcache_connector.storage.pool import check_pool_size
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
@@ -61,69 +54,12 @@ logger = init_logger(__name__)
 _ATTACH_SECONDS = 10.0
 
 
-class _Setup:
-    """What both sides derive from vLLM's configuration, all problems found at once."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, owns_pool: bool
-    ) -> None:
-        problems = vllm_view.config_problems(vllm_config)
-        loaded: LoadedConfig | None = None
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        try:
-            loaded = load_config(extra, os.environ)
-        except ConfigError as error:
-            problems.extend(error.problems)
-        groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
-        problems.extend(group_problems)
-        if loaded is not None and loaded.config.save_decode_cache:
-            problems.extend(vllm_view.decode_problems(kv_cache_config))
-        if loaded is not None and owns_pool and loaded.config.server is None:
-            config = loaded.config
-            problem = check_memory_budget(config.max_local_cpu_bytes, config.hidden_bytes)
-            problems.extend([problem] if problem else [])
-        self.taps = vllm_view.hidden_state_taps(vllm_config)
-        self.extract: ExtractSettings | None = None
-        if loaded is not None and loaded.config.extract_hidden_states:
-            try:
-                self.extract = parse_settings(loaded.config.extract_hidden_states, self.taps)
-            except ConfigError as error:
-                problems.extend(error.problems)
-        self.groups: tuple[EngineGroupSpec, ...] = groups
-        if not group_problems:
-            try:
-                choice = choose_chunk_size(groups, loaded.config.chunk_size if loaded else None)
-                self.chunk_tokens = choice.chunk_tokens
-                self.chunk_warning = choice.warning
-            except StartupError as error:
-                problems.extend(error.problems)
-        if problems or loaded is None:
-            raise StartupError(problems)
-        self.loaded = loaded
-        self.config: Config = loaded.config
-        # Hidden states as the model has them, and their rows that a hit needs with its KV.
-        self.hidden_shape: tuple[torch.dtype, int] | None = None
-        self.hidden_groups: list[GroupShards] = []
-        if self.config.enable_hidden_state_cache:
-            dtype, width = vllm_view.hidden_shape(vllm_config, self.config.hidden_state_dtype)
-            self.hidden_shape = dtype, width
-            layers = [Layer(index, dtype, width) for index in self.config.hidden_state_layers or ()]
-            self.hidden_groups = [layer.group(self.chunk_tokens) for layer in layers]
-        engine_id = vllm_view.engine_name(vllm_config)
-        # Where the pool's memory is, and the name under which this engine's workers ask for it.
-        if self.config.server is None:
-            self.endpoint, self.instance = socket_path_for(engine_id), ""
-        else:
-            self.endpoint = Path(self.config.server.removeprefix("ipc://"))
-            self.instance = engine_id
-
-
 class SchedulerSide:
     """Lives in the engine core."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
-        self._setup = setup = _Setup(vllm_config, kv_cache_config, owns_pool=True)
+        self._setup = setup = Setup(vllm_config, kv_cache_config, owns_pool=True)
         config = setup.config
         transfer = vllm_config.kv_transfer_config
         if not config.fail_on_load_error:
@@ -368,7 +304,7 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._setup = _Setup(vllm_config, kv_cache_config, owns_pool=False)
+        self._setup = Setup(vllm_config, kv_cache_config, owns_pool=False)
         self._worker: CacheWorker | None = None
         self._extractor: Extractor | None = None
         self._geometry_known = False
@@ -476,7 +412,14 @@ class WorkerSide:
         return meta
 
     def take_counters(self) -> dict[str, Any]:
-        return self._worker.counters.take() if self._worker is not None else {}
+        if self._worker is None:
+            return {}
+        counters = self._worker.counters
+        if self.hidden_state_store is not None:
+            counters.hidden_chunks = self.hidden_state_store.take_counts()
+        if self._extractor is not None:
+            counters.exports, counters.export_bytes = self._extractor.take_counts()
+        return counters.take()
 
     def shutdown(self) -> None:
         if self.hidden_state_store is not None:

@@ -35,9 +35,10 @@ LEVELS = {
     "vllm_faults": 8,
     "vllm_engine": 8,
     "vllm_request": 8,
-    "sides": 9,
-    "connector": 10,
-    "__main__": 11,
+    "setup": 9,
+    "sides": 10,
+    "connector": 11,
+    "__main__": 12,
 }
 MAY_IMPORT_VLLM = {
     "connector",
@@ -46,6 +47,7 @@ MAY_IMPORT_VLLM = {
     "vllm_engine",
     "vllm_request",
     "observability",
+    "setup",
     "sides",
     "__init__",
 }

@@ -28,7 +28,7 @@ from vllm.v1.engine.core import EngineCore
 
 from lmcache_connector import vllm_engine, vllm_request, vllm_view
 from lmcache_connector.config import RequestParams
-from lmcache_connector.errors import StartupError, UnsupportedVllmError
+from lmcache_connector.errors import ConfigError, StartupError, UnsupportedVllmError
 from lmcache_connector.groups import ReuseKind, ReuseRule
 from lmcache_connector.keys import ChunkChain, TokenDatabase
 from lmcache_connector.observability.cli import salted_extra
@@ -654,6 +654,18 @@ def test_backends_and_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     change: Callable[..., None] = monkeypatch.setattr
     change(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert vllm_view.backend_names(config, kv_config(group(full()))) != names
+
+
+def test_a_mistake_is_told_before_the_model_is_loaded() -> None:
+    """Where vLLM asks what CUDA graphs it may use."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from lmcache_connector.connector import LMCacheHybridConnector
+
+    ask = LMCacheHybridConnector.requires_piecewise_for_cudagraph
+    assert ask({"chunk_size": 256}) is KVConnectorBase_V1.requires_piecewise_for_cudagraph({})
+    with pytest.raises(ConfigError, match="did you mean chunk_size"):
+        ask({"chunk_sise": 256})
 
 
 def test_what_states_are_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
