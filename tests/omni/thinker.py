@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from vllm_omni.engine import OmniEngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _torch_cuda_wrapper
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm_omni.engine import OmniEngineCoreRequest
 from vllm_omni.engine.arg_utils import OmniEngineArgs
 from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 from vllm_omni.worker.mixins import OmniWorkerMixin
@@ -48,6 +48,42 @@ CONFIGS = {
         "model_type": "qwen2_5_omni",
         "thinker_config": {"text_config": TEXT, **SPECIAL},
         "talker_config": {"hidden_size": 64},
+    },
+    "qwen3": {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": {
+            "text_config": {
+                **TEXT,
+                "head_dim": 32,
+                "moe_intermediate_size": 64,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "decoder_sparse_step": 1,
+            },
+            "vision_config": {
+                "image_size": 64,
+                "apply_vit_abs_pos_embed": True,
+                "depth": 1,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "out_hidden_size": 128,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [],
+            },
+            "audio_config": {
+                "encoder_layers": 1,
+                "num_hidden_layers": 1,
+                "d_model": 64,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 64,
+                "downsample_hidden_size": 16,
+                "output_dim": 128,
+            },
+            **SPECIAL,
+        },
+        "talker_config": {"accept_hidden_layer": 2},
     },
 }
 
@@ -81,9 +117,10 @@ class Thinker:
     """An engine core with a stage of a family. ``sent``: what the next stage was handed, by
     request; ``payloads``: rows of the final layer in each step of a request."""
 
-    def __init__(
-        self, family: str, directory: Path, connector: dict[str, Any] | None, **engine_args: Any
-    ) -> None:
+    @staticmethod
+    def config(
+        family: str, directory: Path, connector: dict[str, Any] | None, **engine_args: Any
+    ) -> Any:
         processor = {"qwen2.5": "qwen2_5_omni", "qwen3": "qwen3_omni"}[family]
         processor = f"vllm_omni.model_executor.stage_input_processors.{processor}"
         transfer = connector and KVTransferConfig(
@@ -121,8 +158,23 @@ class Thinker:
         config = args.create_engine_config()
         # vLLM lets a KV consumer take embeddings of images, which needs a processor.
         config.model_config.multimodal_config.enable_mm_embeds = False
+        # Not set on a CPU.
+        config.compilation_config.max_cudagraph_capture_size = 0
+        return config
+
+    def __init__(
+        self, family: str, directory: Path, connector: dict[str, Any] | None, **engine_args: Any
+    ) -> None:
+        config = self.config(family, directory, connector, **engine_args)
         self.core = EngineCore(config, UniProcExecutor, log_stats=False)
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.num_preempted = 0
+        torch.manual_seed(1)
+        for name, weight in self.runner.model.named_parameters():
+            if "norm" not in name:
+                weight.data.normal_(0.0, 0.1)
+            elif name.endswith("weight"):
+                weight.data.fill_(1.0)
         self.sent: dict[str, Any] = {}
         build = self.runner._build_custom_process_payload
 
@@ -168,6 +220,8 @@ class Thinker:
         deadline = time.monotonic() + 60
         while not set(ids) <= self.sent.keys() and time.monotonic() < deadline:
             self.core.step()
+            counts = [r.num_preemptions for r in self.core.scheduler.requests.values()]
+            self.num_preempted = max([self.num_preempted, *counts])
             if not self.core.scheduler.has_requests():
                 break
         # What copies are left, ends.
