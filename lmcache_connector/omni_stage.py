@@ -85,7 +85,10 @@ class OmniWorker:
             chunk_tokens,
             config.hidden_state_layers,
             self._extra_of,
-            prompt_only=bool(vllm_config.scheduler_config.async_scheduling),
+            # Where steps are scheduled ahead, generated tokens are not on the CPU with their rows.
+            prompt_only=bool(
+                vllm_config.scheduler_config.async_scheduling or not config.save_decode_cache
+            ),
         )
         self._undo = omni.install(runner_class, rows)
 

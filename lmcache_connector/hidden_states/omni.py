@@ -65,7 +65,7 @@ class OmniRows:
 
     Args:
         layers: the rows to keep: ``FINAL``, and inputs of layers.
-        prompt_only: ids of generated tokens are not known when their rows are.
+        prompt_only: rows of generated tokens are not kept.
     """
 
     def __init__(

@@ -60,6 +60,7 @@ def extra(family: str) -> dict[str, Any]:
         "hidden_state_layers": LAYERS[family],
         "max_local_cpu_size": "64MiB",
         "chunk_size": CHUNK,
+        "save_decode_cache": True,
     }
 
 
@@ -78,6 +79,29 @@ def same(one: Any, other: Any) -> bool:
     # Rows that all look alike would prove nothing.
     assert all(len(tensor.unique(dim=0)) > 100 for tensor in ours.values())
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_preempted_requests(tmp_path: Any) -> None:
+    """Before the others: a process has one connector at a time."""
+    stage = Thinker(
+        "qwen3", tmp_path, extra("qwen3"), num_gpu_blocks_override=20, max_model_len=512
+    )
+    stage.run([5] * 10)
+    prompts = [[(n * i + 3) % 499 for i in range(4 * CHUNK - 20)] for n in (5, 7)]
+    alone = [stage.run(prompt, max_tokens=150)[0][0] for prompt in prompts]
+    # Rows of one are there, the other's are not.
+    other = [(11 * i + 3) % 499 for i in range(4 * CHUNK - 20)]
+    both = stage.run(prompts[0], other, max_tokens=150)
+    assert stage.num_preempted > 0
+    assert alone[0]["ids"] == both[0][0]["ids"]
+    for one, theirs in (
+        (alone[0], both[0][0]),
+        (stage.run(other, max_tokens=150)[0][0], both[1][0]),
+    ):
+        assert one["ids"] == theirs["ids"]
+        for key, tensor in rows(one).items():
+            torch.testing.assert_close(tensor, rows(theirs)[key], rtol=1e-4, atol=1e-4)
+    stage.close()
 
 
 @pytest.fixture(scope="module", params=["qwen2.5", "qwen3"])
@@ -191,26 +215,6 @@ def test_without_hooks_rows_are_short(thinker: Thinker) -> None:
         worker._vllm_config, worker._setup.config, worker.hidden_state_store, CHUNK
     )
     assert install is omni_stage.omni.install
-
-
-def test_preempted_requests(tmp_path: Any) -> None:
-    stage = Thinker("qwen3", tmp_path, extra("qwen3"), num_gpu_blocks_override=20)
-    stage.run([5] * 10)
-    prompts = [[(n * i + 3) % 499 for i in range(4 * CHUNK - 20)] for n in (5, 7)]
-    alone = [stage.run(prompt, max_tokens=150)[0][0] for prompt in prompts]
-    # Rows of one are there, the other's are not.
-    other = [(11 * i + 3) % 499 for i in range(4 * CHUNK - 20)]
-    both = stage.run(prompts[0], other, max_tokens=150)
-    assert stage.num_preempted > 0
-    assert alone[0]["ids"] == both[0][0]["ids"]
-    for one, theirs in (
-        (alone[0], both[0][0]),
-        (stage.run(other, max_tokens=150)[0][0], both[1][0]),
-    ):
-        assert one["ids"] == theirs["ids"]
-        for key, tensor in rows(one).items():
-            torch.testing.assert_close(tensor, rows(theirs)[key], rtol=1e-4, atol=1e-4)
-    stage.close()
 
 
 # ---- names and refusals -------------------------------------------------------------------------
