@@ -110,8 +110,8 @@ def thinker(request: Any, tmp_path_factory: Any) -> Iterator[Thinker]:
     stage = Thinker(request.param, tmp_path_factory.mktemp("model"), extra(request.param))
     # Rows are kept from the second step of an engine on.
     stage.run([5] * 10)
-    yield stage
     assert GPUARModelRunner._build_omni_pooler_payload is not before
+    yield stage
     stage.close()
     assert GPUARModelRunner._build_omni_pooler_payload is before
 
@@ -209,12 +209,6 @@ def test_without_hooks_rows_are_short(thinker: Thinker) -> None:
     assert restored == 2 * CHUNK
     if warm is not None:  # Qwen2.5's builder withholds it
         assert len(rows(warm)["accepted"]) == len(rows(cold)["accepted"]) - restored
-    install = omni_stage.omni.install
-    worker = get_kv_transfer_group().worker_side
-    worker._omni = omni_stage.OmniWorker(
-        worker._vllm_config, worker._setup.config, worker.hidden_state_store, CHUNK
-    )
-    assert install is omni_stage.omni.install
 
 
 # ---- names and refusals -------------------------------------------------------------------------
