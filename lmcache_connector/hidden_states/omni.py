@@ -96,6 +96,8 @@ class OmniRows:
             request = self._requests.get(rid)
             if request is None or request.owner is not owner or request.end != computed:
                 request = self._requests[rid] = self._begin(rid, owner, computed, ids)
+            else:
+                request.restored = {}  # Nobody asked for the step that these go before.
             request.computed, request.end = computed, end
             limit = min(end, num_prompt) if self._prompt_only else end
             if computed < limit and request.is_keyed and request.failures < _MAX_FAILURES:
@@ -144,7 +146,7 @@ class OmniRows:
                 text = "hidden states are not kept: this model gives none of layer %d"
                 warn_every(logger, "layer", 600.0, text, layer)
                 return {}
-            copies[layer] = rows[:size].detach().to("cpu", copy=True)
+            copies[layer] = rows[:size].detach().cpu()
         return copies
 
     def _keep(self, request: _Request, rows: dict[int, torch.Tensor], ids: Any, end: int) -> None:
@@ -193,7 +195,6 @@ class OmniRows:
         if request is None:
             return payload
         computed, end, delivered = request.computed, request.end, request.delivered
-        restored, request.restored = request.restored, {}
         by_token = {
             name: rows
             for name, rows in payload.items()
@@ -210,8 +211,8 @@ class OmniRows:
                 result[name] = rows[delivered:]
             elif len(rows) == end - computed and computed <= delivered:
                 result[name] = rows[delivered - computed :]
-            elif len(rows) == end - computed and layer in restored:
-                result[name] = torch.cat([restored[layer].to(rows), rows])
+            elif len(rows) == end - computed and layer in request.restored:
+                result[name] = torch.cat([request.restored[layer].to(rows), rows])
             else:
                 return {name: payload[name] for name in payload.keys() - by_token.keys()}
         request.delivered = max(delivered, end)

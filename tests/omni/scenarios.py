@@ -82,7 +82,8 @@ class HandOn:
                 # More than it had itself: another request has stored the prompt meanwhile.
                 run_whole(stage, "other", tokens[:40], 40, 40)
             stage.step(("b", TOKENS[100:110], 10, 0, 10))
-            stage.step(("a", tokens, num_prompt, resumed_at, 40))
+            for first in range(resumed_at, 40, 6):
+                stage.step(("a", tokens, num_prompt, first, min(first + 6, 40)))
             for first in range(40, 50):
                 stage.step(("a", tokens[: first + 1], num_prompt, first, first + 1))
             # Preempted while it generates.
@@ -95,16 +96,27 @@ class HandOn:
             assert all(torch.equal(found[k], rows_of(tokens, k)[:56]) for k in LAYERS)
 
     def test_an_id_that_is_used_again_is_another_request(self) -> None:
-        with open_store() as store, hooked(self.runner_class, store):
-            stage = Stage(self.runner_class)
+        with open_store() as store, hooked(self.runner_class, store) as rows:
+            stage, other = Stage(self.runner_class), TOKENS[50:80]
+            stage.step(("b", other, 30, 0, 24))
             stage.step(("a", TOKENS[:20], 20, 0, 20))
             stage.finish("a")
             stage.sent.clear()
             # It begins where the first one ended.
-            other = TOKENS[50:80]
-            stage.step(("b", other, 30, 0, 24))
             stage.step(("a", other, 30, 20, 30))
             assert stage.whole("a", other, 30)
+            assert rows._requests.keys() == {"a", "b"}
+            stage.finish("a")
+            stage.step(("b", other, 30, 24, 30))
+            assert rows._requests.keys() == {"b"}
+
+    def test_a_step_that_nobody_asked_for_leaves_a_gap(self) -> None:
+        tokens = TOKENS[:40]
+        with open_store() as store, hooked(self.runner_class, store):
+            stage = Stage(self.runner_class)
+            stage.step(("a", tokens, 40, 0, 40))
+            stage.step(("b", tokens, 40, 16, 24), asked=False)
+            assert stage.step(("b", tokens, 40, 24, 40))[0].keys() == {"embed.tts_bos"}
 
     def test_rows_that_are_lost_are_never_handed_on_short(
         self, caplog: pytest.LogCaptureFixture

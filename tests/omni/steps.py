@@ -80,7 +80,9 @@ class Stage:
         # By request and name: the rows that went to the next stage, in order.
         self.sent: dict[str, dict[str, list[torch.Tensor]]] = {}
 
-    def step(self, *parts: tuple[str, list[int], int, int, int]) -> list[dict[str, Any]]:
+    def step(
+        self, *parts: tuple[str, list[int], int, int, int], asked: bool = True
+    ) -> list[dict[str, Any]]:
         """One step of (request, its known tokens, of these in the prompt, first, end)."""
         runner, ids = self.runner, np.zeros((len(parts), 4096), dtype=np.int32)
         starts = [0]
@@ -117,7 +119,8 @@ class Stage:
         flat = {name: rows[layer] for name, layer in NAMES.items() if layer != -1}
         flat["embed.tts_bos"] = [torch.ones(1, 1, WIDTH)]
         return [
-            self._hand_on(index, part, starts, rows[-1], flat) for index, part in enumerate(parts)
+            self._hand_on(index, part, starts, rows[-1], flat)
+            for index, part in enumerate(parts if asked else ())
         ]
 
     def _hand_on(
