@@ -24,7 +24,7 @@ os.environ.update(
 )
 
 from scenarios import HandOn
-from thinker import CHUNK, Thinker
+from thinker import CHUNK, IMAGE_TOKENS, Thinker
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -107,7 +107,8 @@ def test_preempted_requests(tmp_path: Any) -> None:
 @pytest.fixture(scope="module", params=["qwen2.5", "qwen3"])
 def thinker(request: Any, tmp_path_factory: Any) -> Iterator[Thinker]:
     before = GPUARModelRunner._build_omni_pooler_payload
-    stage = Thinker(request.param, tmp_path_factory.mktemp("model"), extra(request.param))
+    directory = tmp_path_factory.mktemp("model")
+    stage = Thinker(request.param, directory, extra(request.param), num_images=1)
     # Rows are kept from the second step of an engine on.
     stage.run([5] * 10)
     assert GPUARModelRunner._build_omni_pooler_payload is not before
@@ -144,6 +145,24 @@ def test_salts_part_requests(thinker: Thinker) -> None:
     ((warm, restored),) = thinker.run(prompt, salt="one")
     assert restored == 2 * CHUNK
     assert same(cold, warm)
+
+
+def test_images_under_the_same_tokens_part_requests(thinker: Thinker) -> None:
+    # The image reaches over the end of a chunk.
+    text = [(19 * i + 4) % 499 for i in range(110)]
+    prompt = [*text[:40], 501, *[505] * IMAGE_TOKENS, 502, *text[40:]]
+    cat, none = thinker.run(prompt, image=("cat", 41))[0]
+    dog, restored = thinker.run(prompt, image=("dog", 41))[0]
+    assert (none, restored) == (0, 0)
+    for content, cold, other in (("cat", cat, dog), ("dog", dog, cat)):
+        warm, restored = thinker.run(prompt, image=(content, 41))[0]
+        assert restored == 2 * CHUNK
+        assert same(cold, warm)
+        for key, tensor in rows(other).items():
+            # Text before the image is the same, no row of the image is.
+            parts = [(r[:41], r[41 : 41 + IMAGE_TOKENS]) for r in (tensor, rows(warm)[key])]
+            assert torch.equal(parts[0][0], parts[1][0])
+            assert not (parts[0][1] == parts[1][1]).all(dim=1).any()
 
 
 def test_several_requests_at_once(thinker: Thinker) -> None:

@@ -6,12 +6,23 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.multimodal import MultiModalRegistry, encoder_budget
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner, _torch_cuda_wrapper
@@ -41,12 +52,27 @@ SPECIAL = {
     "image_token_index": 505,
     "video_token_index": 506,
     "audio_token_index": 507,
+    "image_token_id": 505,
+    "video_token_id": 506,
+    "audio_token_id": 507,
 }
 CONFIGS = {
     "qwen2.5": {
         "architectures": ["Qwen2_5OmniForConditionalGeneration"],
         "model_type": "qwen2_5_omni",
-        "thinker_config": {"text_config": TEXT, **SPECIAL},
+        "thinker_config": {
+            "text_config": TEXT,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 64,
+                "num_heads": 2,
+                "intermediate_size": 64,
+                "out_hidden_size": 128,
+                "patch_size": 16,
+                "fullatt_block_indexes": [0],
+            },
+            **SPECIAL,
+        },
         "talker_config": {"hidden_size": 64},
     },
     "qwen3": {
@@ -113,13 +139,53 @@ def write_model(family: str, directory: Path) -> Path:
     return directory
 
 
+IMAGE_TOKENS = 64
+
+
+def picture(content: str, offset: int) -> MultiModalFeatureSpec:
+    """An image of 16 x 16 patches, as a processor would give it."""
+    generator = torch.Generator().manual_seed(sum(content.encode()))
+    pixels = torch.randn(4 * IMAGE_TOKENS, 3 * 2 * 16 * 16, generator=generator)
+    grid = torch.tensor([[1, 16, 16]])
+    sizes = torch.tensor([len(pixels)])
+    by_patch = MultiModalFieldConfig.flat_from_sizes("image", sizes)
+    (pixel_elem,) = by_patch.build_elems("pixel_values", pixels)
+    (grid_elem,) = MultiModalFieldConfig.batched("image", keep_on_cpu=True).build_elems(
+        "image_grid_thw", grid
+    )
+    return MultiModalFeatureSpec(
+        data=MultiModalKwargsItem({"pixel_values": pixel_elem, "image_grid_thw": grid_elem}),
+        modality="image",
+        identifier=content,
+        mm_position=PlaceholderRange(offset=offset, length=IMAGE_TOKENS),
+    )
+
+
+@contextmanager
+def _no_processor() -> Iterator[None]:
+    """vLLM asks the processor of images for its limits."""
+    info = SimpleNamespace(supported_mm_limits={"image": None}, allowed_mm_limits={"image": 1})
+    sizes = {"image": IMAGE_TOKENS}
+    with (
+        patch.object(
+            MultiModalRegistry, "create_processor", lambda *args, **how: SimpleNamespace(info=info)
+        ),
+        patch.object(encoder_budget, "get_mm_max_toks_per_item", lambda *args, **how: sizes),
+    ):
+        yield
+
+
 class Thinker:
     """An engine core with a stage of a family. ``sent``: what the next stage was handed, by
     request; ``payloads``: rows of the final layer in each step of a request."""
 
     @staticmethod
     def config(
-        family: str, directory: Path, connector: dict[str, Any] | None, **engine_args: Any
+        family: str,
+        directory: Path,
+        connector: dict[str, Any] | None,
+        num_images: int = 0,
+        **engine_args: Any,
     ) -> Any:
         processor = {"qwen2.5": "qwen2_5_omni", "qwen3": "qwen3_omni"}[family]
         processor = f"vllm_omni.model_executor.stage_input_processors.{processor}"
@@ -150,12 +216,16 @@ class Thinker:
                 "max_num_seqs": 4,
                 "enable_prefix_caching": False,
                 "async_scheduling": False,
-                "limit_mm_per_prompt": {"audio": 0, "image": 0, "video": 0},
+                # Of images; their processor would need files of a real model.
+                "limit_mm_per_prompt": {"audio": 0, "image": num_images, "video": 0},
+                "skip_mm_profiling": True,
+                "mm_processor_cache_gb": 4,
                 "kv_transfer_config": transfer,
                 **engine_args,
             }
         )
-        config = args.create_engine_config()
+        with _no_processor():
+            config = args.create_engine_config()
         # vLLM lets a KV consumer take embeddings of images, which needs a processor.
         config.model_config.multimodal_config.enable_mm_embeds = False
         # Not set on a CPU.
@@ -166,7 +236,8 @@ class Thinker:
         self, family: str, directory: Path, connector: dict[str, Any] | None, **engine_args: Any
     ) -> None:
         config = self.config(family, directory, connector, **engine_args)
-        self.core = EngineCore(config, UniProcExecutor, log_stats=False)
+        with _no_processor():
+            self.core = EngineCore(config, UniProcExecutor, log_stats=False)
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.num_preempted = 0
         torch.manual_seed(1)
@@ -197,13 +268,20 @@ class Thinker:
             ours.update_state_after_alloc = watch
         self._ids = itertools.count()
 
-    def start(self, prompt: list[int], max_tokens: int = 4, salt: str | None = None) -> str:
+    def start(
+        self,
+        prompt: list[int],
+        max_tokens: int = 4,
+        salt: str | None = None,
+        image: tuple[str, int] | None = None,
+    ) -> str:
+        """``image``: its content's name, and where its tokens are."""
         request_id = f"request-{next(self._ids)}"
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         request = OmniEngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            mm_features=None,
+            mm_features=[picture(*image)] if image else None,
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
