@@ -52,6 +52,8 @@ def stage_problems(vllm_config: VllmConfig, config: Config | None) -> list[str]:
             f"what {', '.join(architectures)} hands on to the next stage of vLLM-Omni is not known "
             f"(known are {', '.join(_THINKERS)}): remove kv_transfer_config from this stage"
         ]
+    if getattr(model, "use_v2_model_runner", False):
+        return ["vLLM-Omni's model runner v2 gives no hidden states to keep: set model_runner v1"]
     needed = {omni.FINAL}
     talker = getattr(model.hf_config, "talker_config", None)
     if (accepted := getattr(talker, "accept_hidden_layer", None)) is not None:

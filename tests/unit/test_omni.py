@@ -114,6 +114,8 @@ def test_a_stage_that_hands_rows_on_must_keep_them() -> None:
     assert problems(stage("kv_producer"), kept()) == []
     (text,) = problems(stage(architectures=["MiMoAudioModel"]), kept(-1, 0, 24))
     assert "what MiMoAudioModel hands on" in text
+    (text,) = problems(stage(use_v2_model_runner=True), kept(-1, 0, 24))
+    assert "set model_runner v1" in text
     # The last stage, and what is no stage at all.
     assert problems(stage(custom_process_next_stage_input_func=None), kept()) == []
     assert problems(SimpleNamespace(model_config=SimpleNamespace()), kept()) == []
