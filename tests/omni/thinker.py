@@ -297,14 +297,14 @@ class Thinker:
         ids = [self.start(prompt, **how) for prompt in prompts]
         deadline = time.monotonic() + 60
         while not set(ids) <= self.sent.keys() and time.monotonic() < deadline:
-            self.core.step()
+            self.core.step_fn()
             counts = [r.num_preemptions for r in self.core.scheduler.requests.values()]
             self.num_preempted = max([self.num_preempted, *counts])
             if not self.core.scheduler.has_requests():
                 break
         # What copies are left, ends.
         for _ in range(20):
-            self.core.step()
+            self.core.step_fn()
             time.sleep(0.005)
         return [(self.sent.get(name), self.restored.get(name, 0)) for name in ids]
 
