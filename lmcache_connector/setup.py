@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache_connector import vllm_view
+from lmcache_connector import omni_stage, vllm_view
 from lmcache_connector.chunk_size import choose_chunk_size
 from lmcache_connector.config import Config, LoadedConfig, load_config
 from lmcache_connector.errors import ConfigError, StartupError
@@ -40,6 +40,7 @@ class Setup:
             loaded = load_config(extra, os.environ)
         except ConfigError as error:
             problems.extend(error.problems)
+        problems.extend(omni_stage.stage_problems(vllm_config, loaded and loaded.config))
         groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
         problems.extend(group_problems)
         if loaded is not None and loaded.config.save_decode_cache:

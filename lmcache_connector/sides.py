@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from lmcache_connector import __version__, vllm_engine, vllm_faults, vllm_request, vllm_view
+from lmcache_connector import (
+    __version__,
+    omni_stage,
+    vllm_engine,
+    vllm_faults,
+    vllm_request,
+    vllm_view,
+)
 from lmcache_connector.config import (
     RequestParams,
     describe,
@@ -67,9 +75,15 @@ class SchedulerSide:
             # policy after it has built the connector.
             transfer.kv_load_failure_policy = "recompute"
         self._facts = vllm_view.namespace_facts(vllm_config)
-        self._mm_counters = vllm_request.mm_identifiers_are_counters(vllm_config)
         self._adapter_digests: vllm_request.AdapterDigests = {}
         vllm_engine.watch(self)
+        self._view = functools.partial(
+            vllm_request.VllmRequest,
+            mm_identifiers_are_counters=vllm_request.mm_identifiers_are_counters(vllm_config),
+            adapter_digests=self._adapter_digests,
+            needs_salt=omni_stage.has_placeholders(vllm_config),
+        )
+        self._salts: dict[str, str] = {}  # of requests that have not run yet
         self._scheduler = CacheScheduler(
             config,
             self._namespace,
@@ -218,9 +232,6 @@ class SchedulerSide:
         # The scheduler reads it at every step.
         cache.block_size = block
 
-    def _view(self, request: Request) -> vllm_request.VllmRequest:
-        return vllm_request.VllmRequest(request, self._mm_counters, self._adapter_digests)
-
     def _params(self, view: vllm_request.VllmRequest) -> RequestParams:
         params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
         for warning in warnings:
@@ -232,6 +243,8 @@ class SchedulerSide:
             self._check_block_size()
         view = self._view(request)
         self._scheduler.on_new_request(view, self._params(view))
+        if request.cache_salt and self._setup.hidden_shape is not None:
+            self._salts[view.request_id] = request.cache_salt
         if self._exports is not None and vllm_request.has_token_ids(request):
             self._exports.arrive(view, view.kv_transfer_params)
 
@@ -248,6 +261,7 @@ class SchedulerSide:
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
         view = vllm_request.step_view(scheduler_output)
         meta = self._scheduler.build_step(view)
+        meta.salts = {name: self._salts.pop(name) for name in self._salts.keys() & view.scheduled}
         if self._hidden_endpoint is not None:
             meta.hidden = HiddenRef(self._hidden_endpoint, self._scheduler.chunk_namespace)
         if self._exports is not None:
@@ -269,6 +283,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks are still needed, what its answer tells)."""
         self._scheduler.on_finished(request.request_id)
+        self._salts.pop(request.request_id, None)
         if self._exports is None:
             return False, None
         normally = vllm_request.ended_normally(request)
@@ -321,6 +336,9 @@ class WorkerSide:
                 default=self._setup.hidden_shape,
                 timeout=config.lookup_timeout,
             )
+            self._omni = omni_stage.OmniWorker(
+                vllm_config, config, self.hidden_state_store, self._setup.chunk_tokens
+            )
         self._hidden: tuple[HiddenRef, StoreClient, PoolClient] | None = None
 
     @property
@@ -361,8 +379,10 @@ class WorkerSide:
         if isinstance(meta, StepMeta) and self._worker is not None:
             self._geometry_known |= meta.pool is not None
             self._worker.start_loads(meta)
-            if meta.hidden is not None and self.hidden_state_store is not None:
-                self._keep_hidden(meta.hidden, self.hidden_state_store)
+            if self.hidden_state_store is not None:
+                self._omni.salts.update(meta.salts)
+                if meta.hidden is not None:
+                    self._keep_hidden(meta.hidden, self.hidden_state_store)
             if self._extractor is not None and meta.extract is not None:
                 self._extractor.start(meta.extract)
 
@@ -423,6 +443,7 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         if self.hidden_state_store is not None:
+            self._omni.close()
             self.hidden_state_store.close()
         if self._hidden is not None:
             _, store, memory = self._hidden

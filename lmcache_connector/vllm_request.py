@@ -35,9 +35,11 @@ class VllmRequest:
         request: Request,
         mm_identifiers_are_counters: bool,
         adapter_digests: AdapterDigests,
+        needs_salt: bool = False,
     ) -> None:
         """``adapter_digests`` is shared by all requests: files are read once per adapter load,
-        and vLLM gives every load an id of its own."""
+        and vLLM gives every load an id of its own. ``needs_salt``: the tokens alone say nothing.
+        """
         self._request = request
         self._adapter_digests = adapter_digests
         self._adapter_reloaded = False
@@ -49,6 +51,8 @@ class VllmRequest:
                 "multimodal requests, whose identifiers are per-process counters while "
                 "--mm-processor-cache-gb is 0 and prefix caching is off; set one of them"
             )
+        if needs_salt and not request.cache_salt:
+            self._uncacheable = "requests whose prompt is placeholders and that have no cache_salt"
 
     @property
     def request_id(self) -> str:

@@ -35,10 +35,11 @@ LEVELS = {
     "vllm_faults": 8,
     "vllm_engine": 8,
     "vllm_request": 8,
-    "setup": 9,
-    "sides": 10,
-    "connector": 11,
-    "__main__": 12,
+    "omni_stage": 9,
+    "setup": 10,
+    "sides": 11,
+    "connector": 12,
+    "__main__": 13,
 }
 MAY_IMPORT_VLLM = {
     "connector",
@@ -46,6 +47,7 @@ MAY_IMPORT_VLLM = {
     "vllm_faults",
     "vllm_engine",
     "vllm_request",
+    "omni_stage",
     "observability",
     "setup",
     "sides",
