@@ -106,6 +106,8 @@ class StepMeta(msgspec.Struct, array_like=True):
     loads: list[LoadOp] = []
     extract: ExtractStep | None = None
     hidden: HiddenRef | None = None
+    # Request id -> cache salt, of requests whose first step this is.
+    salts: dict[str, str] = {}
 
 
 class StoreReport(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ checked by feature, never by version.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -313,8 +314,10 @@ def checkpoint_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
 
 
 def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str, ...]:
-    """Attention backend of each group and, on CPU, the instruction set: at equal strides the
-    order of a page's content differs between them."""
+    """Of a worker: attention backend of each group, and what its states are; the instruction set
+    on CPU (at equal strides the order of a page's content differs between them); and a digest of
+    the configuration as the model has changed it while it was built, which only its own process
+    sees."""
     layers = vllm_config.compilation_config.static_forward_context
     names = []
     for group in kv_cache_config.kv_cache_groups:
@@ -324,6 +327,10 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
             get_backend = getattr(layer, "get_attn_backend", None)
             owner = get_backend() if get_backend is not None else type(layer)
             backends.add(f"{owner.__module__}.{owner.__qualname__}")
+        some = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
+        states = {(spec.shapes, spec.dtypes) for spec in some.values() if _is(spec, "MambaSpec")}
+        # Their pages are bytes: nothing else tells what of.
+        backends.update(f"{shapes} {dtypes}" for shapes, dtypes in states)
         names.append("+".join(sorted(backends)))
     from vllm.platforms import current_platform
 
@@ -332,7 +339,10 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
         amx = torch.cpu._is_amx_tile_supported()
         isa = torch.backends.cpu.get_cpu_capability()
         device = f"cpu/{platform.machine()}/{isa}/amx={amx}"
-    return (*names, device)
+    device += f"/{os.environ.get('VLLM_SSM_CONV_STATE_LAYOUT', '')}"
+    model = vllm_config.model_config
+    texts = f"{_config_text(model.hf_config)}{_config_text(model.hf_text_config)}"
+    return (*names, device, f"config/{hashlib.sha256(texts.encode()).hexdigest()[:16]}")
 
 
 def engine_name(vllm_config: VllmConfig) -> str:
@@ -362,6 +372,7 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     quantization = vllm_config.quant_config
+    multimodal = getattr(model, "multimodal_config", None)
     facts: dict[str, object] = {
         "model": model_digest(model.model, _commit(model)),
         "config": _config_text(model.hf_config),
@@ -369,6 +380,9 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "quantization_config": type(quantization).__name__ if quantization is not None else "",
+        "quantization_args": str(getattr(model, "quantization_config", None)),
+        "mm_processor": str(getattr(multimodal, "mm_processor_kwargs", None)),
+        "mm_media": str(getattr(multimodal, "media_io_kwargs", None)),
         "kv_cache_dtype": str(cache.cache_dtype),
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -415,4 +429,5 @@ def _commit(model_config: Any) -> str | None:
     it is a commit)."""
     commit: str | None = getattr(model_config.hf_config, "_commit_hash", None)
     revision: str | None = model_config.revision
-    return commit or revision
+    # With hf_config_path the configuration's commit is that of another repository.
+    return revision if getattr(model_config, "hf_config_path", None) else commit or revision

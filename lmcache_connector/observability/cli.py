@@ -6,9 +6,11 @@ Exit codes: 0, 1 for a problem found, 2 for wrong usage. Never loads vLLM, nor t
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -28,6 +30,9 @@ from lmcache_connector.server.management import TIMEOUT_SECONDS, Ask, managing
 from lmcache_connector.server.run import run_server
 from lmcache_connector.server.sockets import our_endpoints
 
+_NAMESPACE = re.compile("[0-9a-f]{16}")
+# Large tiers take their time.
+_CLEAR_SECONDS = 60.0
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
@@ -43,8 +48,11 @@ Tiers = Annotated[list[str] | None, typer.Option(parser=parse_url, help="URL; ne
 Uids = Annotated[list[int] | None, typer.Option(help="Of other users who may connect.")]
 Namespace = Annotated[str | None, typer.Option(help="Which model's, as `status` names it.")]
 Tokens = Annotated[typer.FileText | None, typer.Option(help="Token ids: a JSON list, or spaced.")]
-Text = Annotated[typer.FileText | None, typer.Option(help="Text, a chat's template applied.")]
-Tokenizer = Annotated[str | None, typer.Option(help="Directory of the tokenizer, for --text.")]
+Text = Annotated[typer.FileText | None, typer.Option(help="As the model gets it, of a chat too.")]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="Directory of the tokenizer, for --text."),
+]
 Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
 
 
@@ -69,6 +77,8 @@ def server(
     if endpoint is None:
         raise typer.BadParameter("give --socket ipc:///path, or set LMCACHE_SERVER")
     size = max_local_cpu_size or config.max_local_cpu_bytes
+    if (floor or 0) > size:
+        raise typer.BadParameter("a --floor above the pool's size keeps nothing: make it smaller")
     hidden = max_hidden_state_cpu_size or config.hidden_bytes
     run_server(endpoint, size, tier or config.tier_urls, floor or 0, allow_uid or [], hidden)
 
@@ -128,14 +138,29 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete what is cached of one model, or of all, in the pool and in the tiers."""
-    if bool(namespace) == everything:
+    if bool(namespace) == everything or (namespace and not _NAMESPACE.fullmatch(namespace)):
         raise typer.BadParameter("give either --namespace, as `status` names it, or --all")
     endpoint = _endpoint(socket)
+    with managing(endpoint) as ask:
+        before: messages.StatusReply = ask(messages.Status())
     if not yes:
-        typer.confirm(f"{endpoint}: delete {namespace or 'all'}, in its tiers too?", abort=True)
+        told = [one.model for one in before.instances if namespace in (None, one.namespace)]
+        where = ", ".join(["the pool", *(tier.url for tier in before.tiers)])
+        typer.echo(f"{endpoint}, pid {before.pid}, engines of it: {', '.join(told) or 'none'}")
+        typer.confirm(f"delete {namespace or 'all'} from {where}?", abort=True)
+    failed = {tier.url: tier.failed_clears for tier in before.tiers}
+    deadline = time.monotonic() + _CLEAR_SECONDS
     with managing(endpoint) as ask:
         rows: int = ask(messages.ClearNamespace(namespace or ""))
-    typer.echo(f"{rows} rows deleted from the pool; tiers that answer delete theirs now")
+        tiers: list[messages.TierStatus] = ask(messages.Status()).tiers
+        while any(tier.open_clears for tier in tiers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            tiers = ask(messages.Status()).tiers
+    left = [one.url for one in tiers if one.open_clears or one.failed_clears > failed[one.url]]
+    typer.echo(f"{rows} rows deleted from the pool, {len(tiers) - len(left)} tiers cleared")
+    for url in left:
+        typer.echo(f"error: {url} was not cleared: once it answers, run this again", err=True)
+    raise typer.Exit(int(bool(left)))
 
 
 @app.command()
@@ -172,7 +197,11 @@ def _find(
     status: messages.StatusReply = ask(messages.Status())
     engines = {e.namespace: e for e in status.instances if namespace in (None, e.namespace)}
     if not engines:
-        raise ConnectorError("no such engine is attached: its chunk size and groups are not known")
+        there = ", ".join(f"{engine.namespace} ({engine.model})" for engine in status.instances)
+        raise ConnectorError(
+            "no such engine is attached, so its chunk size and groups are not known; these are: "
+            f"{there or 'none'}"
+        )
     if len(engines) > 1:
         names = ", ".join(f"{name} ({engine.model})" for name, engine in engines.items())
         raise typer.BadParameter(f"several models are attached, choose a --namespace: {names}")
@@ -223,7 +252,7 @@ def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.Pr
 
 
 def _token_ids(
-    tokens: typer.FileText | None, text: typer.FileText | None, tokenizer: str | None
+    tokens: typer.FileText | None, text: typer.FileText | None, tokenizer: Path | None
 ) -> list[int]:
     try:
         if tokens is not None and text is None:
@@ -243,7 +272,10 @@ def _endpoint(socket: str | None) -> str:
         return chosen
     found, _ = our_endpoints()
     if len(found) != 1:
-        raise typer.BadParameter(f"give --socket; here listen: {', '.join(found) or 'none'}")
+        several = f"choose a --socket: {', '.join(found)}"
+        raise typer.BadParameter(
+            several if found else "no server or engine of this user runs: start one, or --socket"
+        )
     return found[0]
 
 

@@ -57,10 +57,11 @@ def run_checks(socket: str | None) -> Iterator[Check]:
     except StartupError as error:
         yield Check("FAIL", "directory of sockets", error.problems[0])
     endpoints = list(dict.fromkeys(filter(None, [socket, config.server, *live])))
+    urls = dict.fromkeys(config.tier_urls)
     for endpoint in endpoints:
-        yield _check(f"socket {endpoint}", _socket_problem(endpoint))
+        yield _check(f"socket {endpoint}", _socket_problem(endpoint, urls))
     yield from _check_limits(config.max_local_cpu_bytes, "note" if endpoints else "FAIL")
-    for url in config.tier_urls:
+    for url in urls:
         problem = [f"no answer within {_TIER_SECONDS:g} s: is it up, and reachable from here?"]
         thread = threading.Thread(target=_try_tier, args=(url, problem), daemon=True)
         thread.start()
@@ -107,15 +108,20 @@ def _check_limits(pool_bytes: int, state: str) -> Iterator[Check]:
     yield Check("ok", "/dev/shm: not needed, a pool is anonymous memory (memfd)")
 
 
-def _socket_problem(endpoint: str) -> str | None:
+def _socket_problem(endpoint: str, urls: dict[str, None]) -> str | None:
+    """Adds the tiers in use there."""
     directory = Path(endpoint.removeprefix("ipc://")).parent
     try:
         if directory.stat().st_mode & 0o022:
             return f"others can write to {directory}: choose a directory of your own"
         with managing(endpoint) as ask:
-            version = ask(messages.Status()).version
+            status: messages.StatusReply = ask(messages.Status())
+    except FileNotFoundError:
+        return f"there is no {directory}: start the server, or an engine"
     except (ConnectorError, OSError) as error:
         return str(error)
+    urls.update(dict.fromkeys(tier.url for tier in status.tiers))
+    version = status.version
     if version != __version__:
         return f"it is version {version}, this is {__version__}: install the same in both"
     return None

@@ -97,6 +97,7 @@ class CacheScheduler:
         self._storing: set[RowKey] = set()
         self._ids = itertools.count(1)
         self._generation = 0
+        self._reset_nonce = ""
 
     @property
     def attached(self) -> bool:
@@ -121,9 +122,9 @@ class CacheScheduler:
         """What chunk hashes are chained from now; empty before ``attach``."""
         return self._open.database.namespace if self._open is not None else b""
 
-    def namespace(self, layout: CacheLayout, nonce: str = "") -> bytes:
+    def namespace(self, layout: CacheLayout) -> bytes:
         """The 32 bytes that this engine's chunk hashes are chained from."""
-        return self._namespace(layout.fingerprints, nonce)
+        return self._namespace(layout.fingerprints, self._reset_nonce)
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -418,10 +419,11 @@ class CacheScheduler:
     def reset(self) -> None:
         """Forget this engine's view at once. Keys of later stores and lookups are new ones."""
         self._generation += 1
+        self._reset_nonce = os.urandom(16).hex()
         self._storing.clear()
         if (opened := self._open) is None:
             return
-        namespace = self.namespace(opened.layout, os.urandom(16).hex())
+        namespace = self.namespace(opened.layout)
         database = TokenDatabase(namespace, opened.layout.chunk_tokens)
         for state in self._requests.values():
             self._forget_lookups(state)

@@ -315,6 +315,8 @@ class CacheServer:
                     used_bytes=(stats := channel.tier.stats()).used_bytes,
                     capacity_bytes=stats.capacity_bytes,
                     counters=channel.counters,
+                    open_clears=channel.clears[0],
+                    failed_clears=channel.clears[1],
                 )
                 for channel in engine.channels
             ],

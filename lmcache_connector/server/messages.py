@@ -220,6 +220,9 @@ class TierStatus(msgspec.Struct, frozen=True):
     used_bytes: int | None
     capacity_bytes: int | None
     counters: TierCounters
+    # Namespaces to delete that are not dealt with yet, and how many could not be.
+    open_clears: int
+    failed_clears: int
 
 
 class StatusReply(msgspec.Struct, frozen=True):

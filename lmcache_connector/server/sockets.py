@@ -75,7 +75,8 @@ def ensure_private_directory(directory: Path, mode: int = 0o700) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise StartupError([f"{directory} for sockets cannot be made: {error}"]) from error
+        problem = f"{directory} for sockets cannot be made (where it goes must be there): {error}"
+        raise StartupError([problem]) from error
     status = directory.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o022:

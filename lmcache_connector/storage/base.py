@@ -97,7 +97,8 @@ class StoreStats(msgspec.Struct):
     used_bytes: int
     ready_bytes: int
     rows: int
-    pinned_rows: int
+    # Being read or written.
+    busy_rows: int
     leases: int
     # Rows evicted to make room, by group tag.
     evicted: dict[str, int]

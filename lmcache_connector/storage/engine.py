@@ -263,12 +263,13 @@ class StorageEngine:
             return in_pool, in_tiers, not question.done
 
     def set_pinned(self, chunk_hashes: Sequence[bytes], pinned: bool) -> int:
-        """Keep rows of the pool from being evicted, or no more; how many there were."""
+        """Keep rows of the pool from being evicted, or no more; how many it concerns."""
         with self.lock:
             entries, _ = self.rows.index.find(chunk_hashes)
+            count = sum(pinned or entry.is_kept for entry in entries)
             for entry in entries:
                 entry.is_kept = pinned
-            return len(entries)
+            return count
 
     def clear_namespace(self, namespace: str) -> int:
         """Delete rows, of "" all, from pool and tiers; how many there were in the pool."""
@@ -305,7 +306,7 @@ class StorageEngine:
                 used_bytes=self._pool.used_bytes,
                 ready_bytes=self._pool.ready_bytes,
                 rows=len(self.rows.index),
-                pinned_rows=len(self._pins()),
+                busy_rows=len(self._pins()),
                 leases=sum(len(session.leases) for session in self.sessions),
                 evicted=dict(self.rows.evicted),
                 refused_stores=self.refused,

@@ -81,6 +81,8 @@ class Channel:
         self.tier = tier
         self.counters = TierCounters()
         self._lock = threading.Lock()
+        # Namespaces to delete that are not dealt with yet, and how many could not be.
+        self.clears = [0, 0]
         self._suspended_until = 0.0
         # Thread -> when its call began.
         self._calls: dict[int, float] = {}
@@ -122,6 +124,25 @@ class Channel:
         except queue.Full:
             return False
         return True
+
+    def clear(self, namespace: str) -> None:
+        """Delete a namespace's values, in the background."""
+
+        def job(tier: Tier | None) -> None:
+            is_done = False
+            try:
+                if tier is not None:
+                    tier.clear(namespace)
+                    is_done = True
+            finally:
+                with self._lock:
+                    self.clears = [self.clears[0] - 1, self.clears[1] + (not is_done)]
+
+        with self._lock:
+            self.clears = [self.clears[0] + 1, self.clears[1]]
+        if not self.submit(job, "write"):
+            logger.warning("tier %s is left alone now: %s stays there", self.url, namespace)
+            job(None)
 
     def _run(self, jobs: queue.Queue[Job | None]) -> None:
         ident = threading.get_ident()
@@ -261,12 +282,9 @@ class Tiering:
         return self._memory[slot.extent][slot.offset : slot.offset + slot.nbytes]
 
     def clear(self, namespace: str) -> None:
-        """Delete a namespace's values, in the background."""
+        """Delete a namespace's values, in the background: see ``Channel.clears``."""
         for channel in self.channels:
-            if not channel.submit(
-                lambda tier: None if tier is None else tier.clear(namespace), "write"
-            ):
-                logger.warning("tier %s is left alone now: %s stays there", channel.url, namespace)
+            channel.clear(namespace)
 
     def close(self) -> None:
         """Write what is queued, within a few seconds, and end the threads."""
@@ -290,9 +308,14 @@ def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
         except StartupError as error:
             problems.extend(error.problems)
         except TierError as error:
-            problems.append(f"tiers: {text} cannot be used: {error}")
+            problems.append(f"tiers: {text}: {error}")
     if problems:
         for _, tier in tiers:
             tier.close()
         raise StartupError(problems)
-    return Tiering(tiers, pool.map()) if tiers else None
+    if not tiers:
+        return None
+    tiering = Tiering(tiers, pool.map())
+    # Which of them do not answer is told now.
+    tiering.ask("0" * 16, [(bytes(32), "start")])
+    return tiering

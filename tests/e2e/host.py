@@ -316,10 +316,10 @@ class Host:
         while True:
             scheduler.check_integrity()
             stats = self.store.stats()
-            if not self.store.has_tiers or not stats.pinned_rows or time.monotonic() > deadline:
+            if not self.store.has_tiers or not stats.busy_rows or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-        assert stats.pinned_rows == 0, stats
+        assert stats.busy_rows == 0, stats
         assert stats.leases == 0, stats
         assert not self.core.scheduler.has_unfinished_requests()
         assert not self.connector.has_pending_push_work()

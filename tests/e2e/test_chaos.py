@@ -112,7 +112,7 @@ class House:
             busy = sum(one.open_loads + one.open_stores for one in status.instances)
             ready = [one.ready for one in status.instances]
             return (
-                pool.leases == pool.pinned_rows == busy == 0
+                pool.leases == pool.busy_rows == busy == 0
                 and pool.used_bytes == sum(held.num_bytes for held in kept) <= POOL_BYTES
                 and pool.rows == sum(held.rows for held in kept)
                 and (num_engines is None or ready == [True] * num_engines)

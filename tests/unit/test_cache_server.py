@@ -165,7 +165,7 @@ class House:
         until(lambda: not self.names())
         self.engine.check_integrity()
         stats = self.engine.stats()
-        assert (stats.leases, stats.pinned_rows) == (0, 0)
+        assert (stats.leases, stats.busy_rows) == (0, 0)
         self.service.close()
         self.server.close()
         self.engine.close()
@@ -215,7 +215,7 @@ def test_an_engine_finds_what_another_has_stored(house: House) -> None:
     rows = second.prepare_load(9, 1, keep)
     assert rows is not None
     assert [row.digests for row in rows] == [[7]] * 3
-    assert house.status().pool.pinned_rows == 3
+    assert house.status().pool.busy_rows == 3
     second.complete_load(9, [keep[0]])
     assert found(first, 2, range(4)) == [0b110, 0b111]
     # The first value wins, and what is there is not reserved again.
@@ -258,7 +258,7 @@ def test_leases_last_until_nobody_can_write(house: House) -> None:
     client.lookup(1, [chunk(0)], 0)
     assert client.prepare_store(2, [new_row(5)], []) != []
     client.close()
-    until(lambda: house.engine.stats().pinned_rows == 0)
+    until(lambda: house.engine.stats().busy_rows == 0)
     assert house.engine.stats().leases == 1
     assert house.names() == ["engine"]
     # Nobody else of that name may come now.
@@ -312,7 +312,7 @@ def test_a_client_comes_back_with_what_it_has_open(house: House) -> None:
     client.complete_load(11)
     # What the lost session had looked up is let go.
     client.check_integrity([], [])
-    assert house.engine.stats().pinned_rows == 0
+    assert house.engine.stats().busy_rows == 0
 
 
 def test_a_reset_while_the_session_is_lost_is_made_up_for(house: House) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.storage.tiering import open_tiering
-from lmcache_connector.storage.tiers.base import value_name
+from lmcache_connector.storage.tiers.base import TierError, value_name
 
 CHUNK = 256
 WINDOW = "window-255"
@@ -284,8 +285,8 @@ def test_text_is_tokenized(
 ) -> None:
     class Tokenizer:
         @staticmethod
-        def from_pretrained(path: str) -> Any:
-            assert path == "/model"
+        def from_pretrained(path: Path) -> Any:
+            assert path == temp
             return lambda text: {"input_ids": [ord(letter) for letter in text]}
 
     fake = types.ModuleType("transformers")
@@ -293,7 +294,7 @@ def test_text_is_tokenized(
     monkeypatch.setitem(sys.modules, "transformers", fake)
     start().store(chunk_hashes(bytes(32), [97] * CHUNK), "full", WINDOW)
     (temp / "text").write_text("a" * (CHUNK + 1))
-    ended = run("lookup", "--text", temp / "text", "--tokenizer", "/model")
+    ended = run("lookup", "--text", temp / "text", "--tokenizer", temp)
     assert "256 tokens hit in the pool" in ended.out
 
 
@@ -308,6 +309,7 @@ def test_text_is_tokenized(
         (["--tokens", "-"], "[1, 5000000000]", "cannot be read"),
         (["--tokens", "-"], "{}", "cannot be read"),
         (["--tokens", "/nowhere"], "", "No such file"),
+        (["--text", "-", "--tokenizer", "/nowhere"], "", "does not exist"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_wrong_usage(
@@ -388,7 +390,8 @@ def test_clear_asks_first(start: Any, run: Run) -> None:
         hashes = chunk_hashes(bytes([number]) * 32, IDS)
         host.store(hashes, "full", model=number)
     assert run("clear").code == 2
-    assert run("clear", "--all", "--namespace", "x").code == 2
+    assert run("clear", "--all", "--namespace", "01" * 8).code == 2
+    assert "as `status` names it" in run("clear", "--namespace", "x", "--yes").err
     assert run("clear", "--all", stdin="n\n").code == 1
     assert len(host.engine.namespaces()) == 2
     ended = run("clear", "--namespace", "01" * 8, stdin="y\n")
@@ -396,6 +399,35 @@ def test_clear_asks_first(start: Any, run: Run) -> None:
     assert list(host.engine.namespaces()) == ["00" * 8]
     assert "4 rows deleted" in run("clear", "--all", "--yes").out
     assert not host.engine.namespaces()
+
+
+def test_clear_waits_for_the_tiers_and_names_those_that_fail(
+    start: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = start("gemma", tiers=["memory://", "memory://"])
+    far = host.engine.channels[1]
+    far.url = "redis://far"
+    name, is_broken, clear = value_name("00" * 8, bytes(32), "full"), [True], far.tier.clear
+
+    def clear_slowly(namespace: str) -> None:
+        time.sleep(0.2)
+        if is_broken.pop():
+            raise TierError("it does not answer")
+        clear(namespace)
+
+    far.tier.put(name, [memoryview(b"row")])
+    monkeypatch.setattr(far.tier, "clear", clear_slowly)
+    ended = run("clear", "--all", "--yes")
+    assert (ended.code, "1 tiers cleared" in ended.out) == (1, True)
+    assert ended.err == "error: redis://far was not cleared: once it answers, run this again"
+    assert far.tier.contains([name]) == [True]
+    # One that has just failed is not even asked.
+    assert run("clear", "--namespace", "00" * 8, "--yes").code == 1
+    is_broken[:] = [False]
+    far._suspended_until = 0.0
+    ended = run("clear", "--namespace", "00" * 8, "--yes")
+    assert (ended.code, "2 tiers cleared" in ended.out) == (0, True)
+    assert far.tier.contains([name]) == [False]
 
 
 # ---- endpoints ----------------------------------------------------------------------------------
@@ -469,11 +501,11 @@ def test_server_takes_its_options(started: Any, run: Run) -> None:
     tiers = ["file:///a?quota=1GiB", "redis://host:1"]
     ended = run(
         *("server", "--socket", "ipc:///run/kv", "--max-local-cpu-size", "512MiB"),
-        *("--tier", tiers[0], "--tier", tiers[1], "--floor", 1, "--allow-uid", 7),
+        *("--tier", tiers[0], "--tier", tiers[1], "--floor", "256MiB", "--allow-uid", 7),
         *("--max-hidden-state-cpu-size", "64MiB"),
     )
     assert ended.code == 0, ended
-    assert started == [("ipc:///run/kv", 512 << 20, tiers, 1 << 30, [7], 64 << 20)]
+    assert started == [("ipc:///run/kv", 512 << 20, tiers, 256 << 20, [7], 64 << 20)]
 
 
 def test_server_takes_the_configuration(
@@ -496,6 +528,7 @@ def test_server_takes_the_configuration(
         (["--socket", "/run/kv"], 2, "expected ipc:///path"),
         (["--socket", "ipc:///a", "--max-local-cpu-size", "lots"], 2, "expected a size"),
         (["--socket", "ipc:///a", "--floor", "-1"], 2, "expected a size"),
+        (["--socket", "ipc:///a", "--floor", "512GiB"], 2, "above the pool"),
         (["--socket", "ipc:///a", "--tier", "/var/cache"], 2, "expected a URL"),
     ],
 )
@@ -643,6 +676,17 @@ def test_doctor_looks_at_tiers(run: Run, temp: Path, monkeypatch: pytest.MonkeyP
     assert "is none of" in line_of(ended, "tier nosuch:///a")
     assert "no answer within 0.2 s" in line_of(ended, "tier memory:///hangs")
     assert "does not give back" in line_of(ended, "tier memory:///forgets")
+
+
+@pytest.mark.usefixtures("healthy")
+def test_doctor_looks_at_the_tiers_of_those_who_run(
+    start: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = start(tiers=["memory://"])
+    assert line_of(run("doctor"), "tier memory://").startswith("ok")
+    host.engine.channels[0].url = "nosuch://x"
+    ended = run("doctor")
+    assert (ended.code, "is none of" in line_of(ended, "tier nosuch://x")) == (1, True)
 
 
 @pytest.mark.usefixtures("healthy")

@@ -133,7 +133,7 @@ def embedded(directory: Path) -> Iterator[EmbeddedStore]:
     yield store
     store.check_integrity((), ())
     stats = store.hidden.engine.stats()
-    assert (stats.leases, stats.pinned_rows) == (0, 0)
+    assert (stats.leases, stats.busy_rows) == (0, 0)
     store.close()
     assert os.listdir(directory) == []
 

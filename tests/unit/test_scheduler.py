@@ -207,7 +207,7 @@ class World:
         self.scheduler.check_integrity()
         assert not self.scheduler.has_pending_work()
         stats = self.engine.stats()
-        assert (stats.pinned_rows, stats.leases) == (0, 0)
+        assert (stats.busy_rows, stats.leases) == (0, 0)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -273,7 +273,7 @@ def test_an_abort_releases_every_pin(world: World, when: str) -> None:
         (load,) = world.step({}).loads
     if when == "loading":
         world.scheduler.on_finished("b")
-        assert world.engine.stats().pinned_rows > 0, "slots are read until the worker says so"
+        assert world.engine.stats().busy_rows > 0, "slots are read until the worker says so"
     if load is not None:
         world.scheduler.on_worker_meta(world.loaded(load))
     world.scheduler.on_finished("b")
@@ -623,6 +623,16 @@ def test_one_rank_whose_load_failed_fails_the_request() -> None:
     assert world.scheduler.match("b", 0) == 0
     world.scheduler.on_finished("b")
     world.settle()
+
+
+def test_a_reset_before_there_is_a_store_counts() -> None:
+    """Weights may have changed while the server was away."""
+    roots = [World(), World(), World()]
+    for world in roots[1:]:
+        world.scheduler.reset()
+    names = [world.scheduler.namespace(world.layout) for world in roots]
+    assert len(set(names)) == 3
+    assert names == [world.scheduler.namespace(world.layout) for world in roots]
 
 
 def test_reset_forgets_at_once_and_drops_what_is_in_flight(world: World) -> None:

@@ -123,11 +123,11 @@ def test_a_lookup_tells_rows_by_group_and_shard(bench: MakeBench) -> None:
     reply = session.lookup(1, [*A, b"unknown"], 0)
     assert reply.state is LookupState.READY
     assert reply.present == [[0b111], [0b010]]
-    assert session.stats().pinned_rows == 4
+    assert session.stats().busy_rows == 4
     session.release(1)
     session.release(1)
     session.release(99)
-    assert session.stats().pinned_rows == 0
+    assert session.stats().busy_rows == 0
 
 
 def test_a_row_is_all_its_shards() -> None:
@@ -208,9 +208,9 @@ def test_a_second_lookup_replaces_the_pins_of_the_first(bench: MakeBench) -> Non
     b.store(A)
     b.session.lookup(1, A, 0)
     b.session.lookup(1, A[:1], 0)
-    assert b.session.stats().pinned_rows == 1
+    assert b.session.stats().busy_rows == 1
     b.session.narrow(1, [])
-    assert b.session.stats().pinned_rows == 0
+    assert b.session.stats().busy_rows == 0
     assert b.session.prepare_load(2, 1, [(A[0], "full")]) is None
     assert b.session.narrow(77, [(A[0], "full")]) is LookupState.GONE
 
@@ -220,7 +220,7 @@ def test_a_load_of_a_row_that_was_not_pinned_is_refused(bench: MakeBench) -> Non
     b.store(A[:2])
     b.session.lookup(1, A[:1], 0)
     assert b.session.prepare_load(1, 1, [(A[0], "full"), (A[1], "full")]) is None
-    assert b.session.stats().pinned_rows == 0
+    assert b.session.stats().busy_rows == 0
 
 
 # ---- eviction -----------------------------------------------------------------------------------

@@ -368,7 +368,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.used_bytes == used_pages * PAGE
         assert stats.ready_bytes == sum(EXTENT_PAGES[: self.num_ready]) * PAGE
         assert stats.rows == len(self.model.order)
-        assert stats.pinned_rows == len(set(self.model.pinned()))
+        assert stats.busy_rows == len(set(self.model.pinned()))
         assert stats.leases == len(self.model.leases)
 
 

@@ -290,7 +290,7 @@ def test_rows_of_a_tier_are_found_fetched_and_pinned(bench: OpenBench, stored: S
     assert b.session.narrow(1, keys("abc")) is PENDING
     tier.gates["get"].set()
     assert b.settled(1, "abc") is READY
-    assert b.engine.stats().pinned_rows == 3
+    assert b.engine.stats().busy_rows == 3
     rows = b.session.prepare_load(1, 1, keys("abc"))
     assert rows is not None
     assert [len(row.slots) for row in rows] == [2, 2, 2]
@@ -309,7 +309,7 @@ def test_rows_of_the_pool_are_told_while_a_tier_is_asked(bench: OpenBench, store
     reply = b.session.lookup(1, chunks("abc"), 0)
     assert (reply.state, reply.present) == (PENDING, [[0b001, 0b001]])
     # They are pinned from the first answer on.
-    assert b.engine.stats().pinned_rows == 1
+    assert b.engine.stats().busy_rows == 1
     tier.gates["contains"].set()
     assert b.find(1, "abc") == "abc"
     assert b.settled(1, "abc") is READY
@@ -326,7 +326,7 @@ def test_a_row_that_vanished_makes_the_answer_smaller(bench: OpenBench, stored: 
     assert b.find(1, "abcd") in ("acd", "abc", "ac")
     assert b.load("abcd") == "ac"
     b.session.release(1)
-    assert b.engine.stats().pinned_rows == 0
+    assert b.engine.stats().busy_rows == 0
 
 
 def test_a_tier_that_lies_does_not_keep_a_request_waiting(bench: OpenBench) -> None:
@@ -369,7 +369,7 @@ def test_a_row_read_for_nobody_any_more_stays_in_the_pool(bench: OpenBench, stor
     until(lambda: not b.engine._fetches)
     assert len(b.there("abcdefgh")) == 4
     assert tier.calls["get"] == 4
-    assert b.engine.stats().pinned_rows == 0
+    assert b.engine.stats().busy_rows == 0
 
 
 def test_a_narrower_question_leaves_out_what_is_not_wanted(
@@ -387,7 +387,7 @@ def test_a_narrower_question_leaves_out_what_is_not_wanted(
     tier.gates["get"].set()
     assert b.settled(1, "abh") is READY
     until(lambda: not b.engine._fetches)
-    assert b.engine.stats().pinned_rows == 3
+    assert b.engine.stats().busy_rows == 3
     assert b.there("efg") == ""
     assert tier.calls["get"] == 5
 
@@ -400,18 +400,18 @@ def test_a_lookup_asked_again_pins_anew(bench: OpenBench, stored: Stored) -> Non
     tier.gates["contains"].clear()
     assert b.session.lookup(1, chunks("xyab"), 0).state is PENDING
     assert b.session.narrow(1, keys("x")) is READY
-    assert b.engine.stats().pinned_rows == 1
+    assert b.engine.stats().busy_rows == 1
     # The same question, which the tier has not answered yet.
     assert b.session.lookup(1, chunks("xyab"), 0).present == [[0b0011, 0b0011]]
-    assert b.engine.stats().pinned_rows == 2
+    assert b.engine.stats().busy_rows == 2
     tier.gates["get"].clear()
     tier.gates["contains"].set()
     assert b.find(1, "xyab") == "xyab"
     assert b.session.narrow(1, keys("xa")) is PENDING
     assert b.find(1, "xyab") == "xyab"
-    assert b.engine.stats().pinned_rows == 2
+    assert b.engine.stats().busy_rows == 2
     assert b.session.narrow(1, keys("xa")) is PENDING
-    assert b.engine.stats().pinned_rows == 1
+    assert b.engine.stats().busy_rows == 1
     tier.gates["get"].set()
     assert b.settled(1, "xa") is READY
     assert tier.calls["get"] == 1
@@ -478,7 +478,7 @@ def test_without_room_a_fetch_fails_and_the_answer_is_smaller(
     found = b.find(1, "abcdef")
     assert 3 <= len(found) <= 4
     assert b.settled(1, found) is READY
-    assert b.engine.stats().pinned_rows == len(found)
+    assert b.engine.stats().busy_rows == len(found)
 
 
 def test_a_pool_smaller_than_what_is_used_is_fed_by_the_tier(bench: OpenBench) -> None:
@@ -683,14 +683,14 @@ def test_writes_wait_in_at_most_half_of_the_pool_and_stores_never(bench: OpenBen
     b = bench(tier, pages=16)
     for letter in "abcdefghijkl":
         b.store(letter)
-    assert b.engine.stats().pinned_rows == 8
+    assert b.engine.stats().busy_rows == 8
     assert b.counters() == TierCounters(dropped_rows=4)
     # Rows that are not waiting make room.
     b.store("mnopqr")
     assert b.there("abcdefgh") == "abcdefgh"
     tier.gates["put"].set()
     b.wait_written()
-    assert b.engine.stats().pinned_rows == 0
+    assert b.engine.stats().busy_rows == 0
     assert tier.letters() == "abcdefgh"
     # What was dropped is written when it is used, unless it has left the pool.
     b.load("mno")
@@ -718,7 +718,7 @@ def test_a_row_larger_than_half_of_the_pool_is_written_alone(bench: OpenBench) -
     tier.gates["put"].clear()
     b = bench(tier, pages=1)
     b.store("a")
-    assert b.engine.stats().pinned_rows == 1
+    assert b.engine.stats().busy_rows == 1
     tier.gates["put"].set()
     b.wait_written()
     assert tier.letters() == "a"
@@ -771,7 +771,7 @@ def test_close_gives_up_in_time_what_it_cannot_write(
     assert time.monotonic() - began < 3
     b.engine.check_integrity()
     # Pinned are the two that are being written.
-    assert b.engine.stats().pinned_rows == 2
+    assert b.engine.stats().busy_rows == 2
     assert b.counters().dropped_rows == 4
 
 
@@ -814,7 +814,7 @@ def test_rows_are_written_to_every_tier(bench: OpenBench) -> None:
     b.store("abc")
     b.wait_written()
     assert (near.letters(), far.letters()) == ("abc", "abc")
-    assert b.engine.stats().pinned_rows == 0
+    assert b.engine.stats().busy_rows == 0
     assert b.load("abc") == "abc"
     assert (near.calls["put"], far.calls["put"]) == (3, 3)
 
@@ -864,7 +864,7 @@ def test_what_is_being_written_is_cleared_too(bench: OpenBench) -> None:
     assert house.engine.clear_namespace(NAME) == 1
     until(lambda: tier.calls["clear"] and not tier.waiting["clear"])
     tier.gates["put"].set()
-    until(lambda: not house.engine.stats().pinned_rows)
+    until(lambda: not house.engine.stats().busy_rows)
     assert tier.letters() == ""
     assert house.find(1, "a") == ""
 

@@ -76,6 +76,7 @@ class ChannelByHand(Channel):
         self._lock = threading.Lock()
         self._threads = []
         self.jobs: list[Job] = []
+        self.clears = [0, 0]
         self.is_down = False
 
     def is_usable(self) -> bool:
@@ -153,7 +154,7 @@ class TieringMachine(RuleBasedStateMachine):
             )
             session.close()
         self.run_all()
-        assert self.engine.stats().pinned_rows == 0
+        assert self.engine.stats().busy_rows == 0
         self.engine.clear_namespace(NAMESPACE.hex()[:16])
         self.run_all()
         self.engine.check_integrity()
