@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from lmcache_connector.errors import GeometryError
 from lmcache_connector.groups import (
@@ -32,7 +33,6 @@ class GroupLayout:
         # Rank -> the shard that it stores.
         self.owned_shard: dict[int, int] = {}
         self._owners: dict[int, tuple[WorkerGeometry, ObjectGroup]] = {}
-        self._sizes: dict[int, list[int]] = {}
 
     def add_rank(self, geometry: WorkerGeometry, group: ObjectGroup) -> None:
         """Account for a rank that holds layers of this group, which is ``group`` there."""
@@ -50,23 +50,7 @@ class GroupLayout:
             self.owned_shard[geometry.rank] = shard
             self._owners[shard] = geometry, group
 
-    def shard_bytes(self, end_tokens: int) -> list[int]:
-        """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
-        # Only an attention chunk makes the kept tail depend on the position.
-        key = end_tokens % self.rule.tokens if self.rule.kind is ReuseKind.CHUNKED else 0
-        sizes = self._sizes.get(key)
-        if sizes is None:
-            sizes = self._sizes[key] = [
-                self._object_bytes(shard, end_tokens) for shard in range(self.num_shards)
-            ]
-        return sizes
-
-    def _object_bytes(self, shard: int, end_tokens: int) -> int:
-        if shard not in self._owners:
-            return 0  # a pipeline stage without layers of this group
-        geometry, group = self._owners[shard]
-        return geometry.object_layout(group, end_tokens).nbytes
-
+    @cached_property
     def sizes_by_position(self) -> list[list[int]]:
         """``shard_bytes`` of the chunks of a prompt, up to where they repeat."""
         period = 1
@@ -78,7 +62,20 @@ class GroupLayout:
                     f"{self.tag}: objects repeat only after {period} chunks of "
                     f"{self.chunk_tokens} tokens; choose a chunk_size that divides their chunks"
                 )
-        return [self.shard_bytes((chunk + 1) * self.chunk_tokens) for chunk in range(period)]
+        ends = range(self.chunk_tokens, period * self.chunk_tokens + 1, self.chunk_tokens)
+        shards = range(self.num_shards)
+        return [[self._object_bytes(shard, end) for shard in shards] for end in ends]
+
+    def shard_bytes(self, end_tokens: int) -> list[int]:
+        """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
+        sizes = self.sizes_by_position
+        return sizes[(end_tokens // self.chunk_tokens - 1) % len(sizes)]
+
+    def _object_bytes(self, shard: int, end_tokens: int) -> int:
+        if shard not in self._owners:
+            return 0  # a pipeline stage without layers of this group
+        geometry, group = self._owners[shard]
+        return geometry.object_layout(group, end_tokens).nbytes
 
     def kept_blocks(self, engine_group: int, end_tokens: int) -> range:
         """Positions in the engine group's block table that the chunk's object keeps."""
@@ -132,10 +129,10 @@ class CacheLayout:
     def shards(self) -> list[GroupShards]:
         """The groups as the store sees them."""
         return [
-            GroupShards(group.tag, group.sizes_by_position(), group.rule.kind is ReuseKind.FULL)
+            GroupShards(group.tag, group.sizes_by_position, group.rule.kind is ReuseKind.FULL)
             for group in self.groups
         ]
 
     def largest_row_bytes(self) -> int:
         """Bytes of the largest (chunk, object group), all shards together."""
-        return max(sum(sizes) for group in self.groups for sizes in group.sizes_by_position())
+        return max(sum(sizes) for group in self.groups for sizes in group.sizes_by_position)
