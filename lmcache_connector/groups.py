@@ -126,7 +126,7 @@ def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class KVLayerGroupInfo(msgspec.Struct, frozen=True):
+class KVLayerGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel group, derived from the real tensors.
 
     The eight shape fields are kv_size, nl, nb, bs, nh, hs, element_size, block_stride_elems.
@@ -135,9 +135,10 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     """
 
     engine_group_idx: int
-    layer_indices: tuple[int, ...]
+    # Neither layers nor runs: what one layer has in common with others (see ``identity``).
+    layer_indices: tuple[int, ...] = ()
     kv_size: int
-    nl: int
+    nl: int = 0
     nb: int
     bs: int
     nh: int
@@ -154,8 +155,8 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     rule: ReuseRule
     num_shards: int
     # One block of the whole group is num_runs contiguous runs of run_bytes each.
-    num_runs: int
-    run_bytes: int
+    num_runs: int = 0
+    run_bytes: int = 0
     # Digest of which part of which layer stands where in a block of an object.
     content_order: str = ""
     extra_object_group_tag: int = 0

@@ -18,14 +18,7 @@ import vllm
 from vllm.v1 import kv_cache_interface as specs
 
 from lmcache_connector.errors import UnsupportedVllmError
-from lmcache_connector.groups import (
-    FULL,
-    STATE,
-    EngineGroupSpec,
-    LayerSpec,
-    ReuseKind,
-    ReuseRule,
-)
+from lmcache_connector.groups import FULL, STATE, EngineGroupSpec, LayerSpec, ReuseKind, ReuseRule
 from lmcache_connector.keys import UNRESOLVED_PREFIX, model_digest
 
 if TYPE_CHECKING:

@@ -15,14 +15,7 @@ import xxhash
 from lmcache_connector.hidden_states.rows import Layer, Piece, Prefix
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
-from lmcache_connector.storage.base import (
-    Commit,
-    LookupState,
-    NewRow,
-    Row,
-    RowKey,
-    Store,
-)
+from lmcache_connector.storage.base import Commit, LookupState, NewRow, Row, RowKey, Store
 
 _POLL_SECONDS = 0.001
 # torch converts as many elements without its threads: ATen's GRAIN_SIZE.

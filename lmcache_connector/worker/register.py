@@ -139,17 +139,15 @@ def _read_layers(
                     f"layer {spec.name} of engine group {group.engine_group_id} has no "
                     "registered KV cache"
                 )
-                continue
-            if index in layers:
+            elif index in layers:
                 problems.append(f"layer {spec.name} is named by two engine groups")
-                continue
-            try:
-                view = page_view(spec, kv_caches[spec.name], num_blocks)
-                runs = layer_runs(spec.name, view.tensor, spec.page_bytes)
-            except GeometryError as error:
-                problems.append(str(error))
-                continue
-            layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+            else:
+                try:
+                    view = page_view(spec, kv_caches[spec.name], num_blocks)
+                    runs = layer_runs(spec.name, view.tensor, spec.page_bytes)
+                    layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+                except GeometryError as error:
+                    problems.append(str(error))
     return layers
 
 
@@ -159,9 +157,7 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
     cells = view.kv_size * spec.num_heads * spec.slots_per_block * element_size
     return KVLayerGroupInfo(
         engine_group_idx=engine_group_id,
-        layer_indices=(),
         kv_size=view.kv_size,
-        nl=0,
         nb=pages.shape[0],
         bs=spec.slots_per_block,
         nh=spec.num_heads,
@@ -176,7 +172,5 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
         recurrent_state=spec.rule.kind is ReuseKind.STATE,
         rule=spec.rule,
         num_shards=spec.num_shards,
-        num_runs=0,
-        run_bytes=0,
         extra_object_group_tag=HIDDEN_STATES if spec.family == "hidden" else 0,
     )
