@@ -173,9 +173,7 @@ def group_specs(
         ]
         # A pipeline stage may hold no layer of the group; its blocks count all the same.
         spec = wrapper if per_layer is None else next(iter(per_layer.values()), None)
-        sample = (
-            _layer_spec(vllm_config, group_id, "", spec, problems) if spec is not None else None
-        )
+        sample = None if spec is None else _layer_spec(vllm_config, group_id, "", spec, problems)
         groups.append(
             EngineGroupSpec(
                 group_id,
