@@ -424,7 +424,7 @@ def test_clear_waits_for_the_tiers_and_names_those_that_fail(
     # One that has just failed is not even asked.
     assert run("clear", "--namespace", "00" * 8, "--yes").code == 1
     is_broken[:] = [False]
-    far._suspended_until = 0.0
+    far._suspended_until["write"] = 0.0
     ended = run("clear", "--namespace", "00" * 8, "--yes")
     assert (ended.code, "2 tiers cleared" in ended.out) == (0, True)
     assert far.tier.contains([name]) == [False]

@@ -237,6 +237,11 @@ class Bench:
         self.engine.tiering.close()
 
 
+def resume(channel: Channel) -> None:
+    """As if the time had passed for which it is left alone."""
+    channel._suspended_until.update(dict.fromkeys(channel._suspended_until, 0.0))
+
+
 OpenBench = Callable[..., Bench]
 
 
@@ -587,7 +592,7 @@ def test_a_tier_that_failed_is_left_alone_for_a_while(
     with monkeypatch.context() as patch:
         patch.setattr(tiering.time, "monotonic", lambda: later)
         assert b.engine.channels[0].is_usable()
-    b.engine.channels[0]._suspended_until = 0.0
+    resume(b.engine.channels[0])
     # What was dropped is written when it is used again.
     assert b.load("abx") == "abx"
     b.wait_written()
@@ -699,6 +704,21 @@ def test_writes_wait_in_at_most_half_of_the_pool_and_stores_never(bench: OpenBen
     assert b.counters().written_bytes == 11 * PAGE
 
 
+def test_a_tier_that_takes_no_more_is_read_all_the_same(bench: OpenBench, stored: Stored) -> None:
+    """One that is full, or read-only: each write that it refuses is one too many."""
+    tier = stored("abcdef")
+    tier.fail["put"] = TierError("no room")
+    b = bench(tier)
+    for count, letter in enumerate("abcdef", 1):
+        b.store(letter.upper())
+        b.wait_written()
+        assert b.counters().dropped_rows == count
+        assert not b.engine.channels[0].is_usable()
+        assert b.load(letter) == letter
+    assert b.counters().errors == tier.calls["put"] == 1
+    assert b.counters().hit_rows == 6
+
+
 def test_a_row_that_a_tier_refused_is_offered_again_when_it_is_used(bench: OpenBench) -> None:
     tier = FakeTier()
     tier.fail["put"] = TierError("no room")
@@ -707,7 +727,7 @@ def test_a_row_that_a_tier_refused_is_offered_again_when_it_is_used(bench: OpenB
     b.wait_written()
     until(lambda: b.counters() == TierCounters(dropped_rows=1, errors=1))
     del tier.fail["put"]
-    b.engine.channels[0]._suspended_until = 0.0
+    resume(b.engine.channels[0])
     assert b.load("a") == "a"
     b.wait_written()
     assert tier.letters() == "a"
