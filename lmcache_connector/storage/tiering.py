@@ -254,7 +254,7 @@ class Tiering:
         views = [self._view(slot) for slot in slots]
         header = bytearray(header_bytes(len(slots)))
         if not tier.get(name, [memoryview(header), *views]):
-            # Where it is there after all, its length is wrong: it would be found again and again.
+            # Where it is there after all, it is damaged: it would be found again and again.
             tier.remove(name)
             return None
         digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])

@@ -362,11 +362,17 @@ def test_a_server_that_quotes_the_password_is_not_repeated(
             assert SECRET not in text
 
 
-def test_a_key_of_another_type_is_no_value(shared: int) -> None:
-    tier = open_at(shared)
-    redis_cli(shared, "lpush", f"lmcache:{NAMES[7]}", "x")
-    with pytest.raises(TierError, match="wrong kind of value"):
-        tier.get(NAMES[7], room(1))
+@pytest.mark.parametrize(
+    "command", ["lpush KEY x", "sadd KEY x", "zadd KEY 1 x", "hset KEY x y", "xadd KEY * x y"]
+)
+def test_a_key_of_another_type_is_no_value(server: tuple[Server, int, str], command: str) -> None:
+    _, port, options = server
+    tier = open_at(port, f"timeout=2{options}")
+    redis_cli(port, *command.replace("KEY", f"lmcache:{NAMES[7]}").split())
+    assert tier.contains([NAMES[7]]) == [True]
+    assert not tier.get(NAMES[7], room(1))
+    tier.remove(NAMES[7])
+    assert tier.contains([NAMES[7]]) == [False]
     tier.put(NAMES[7], filled(5))
     assert tier.get(NAMES[7], room(5))
     tier.close()

@@ -556,6 +556,27 @@ def test_a_value_of_another_length_is_a_miss(bench: OpenBench, stored: Stored, l
     assert b.load("ab") == "b"
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_value_that_cannot_be_read_costs_no_other(
+    bench: OpenBench, stored: Stored, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """It is removed. One that cannot be removed either makes the tier one to leave alone."""
+    tier = stored("abcd")
+    name, get = value_name(NAME, b"b", "full"), tier.get
+    monkeypatch.setattr(tier, "get", lambda asked, buffers: asked != name and get(asked, buffers))
+
+    def remove(name: str) -> None:
+        raise TierError(f"{name} cannot be removed")
+
+    if is_stuck:
+        monkeypatch.setattr(tier, "remove", remove)
+    b = bench(tier)
+    assert b.load("b") == ""
+    until(lambda: tier.letters() == ("abcd" if is_stuck else "acd"))
+    assert b.load("acd") == ("" if is_stuck else "acd")
+    assert b.counters().errors == is_stuck
+
+
 @pytest.mark.parametrize("error", [TierError("no answer"), ValueError("a bug")])
 @pytest.mark.parametrize("verb", ["contains", "get", "put"])
 def test_errors_are_misses_and_lose_nothing(

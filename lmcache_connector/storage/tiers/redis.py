@@ -120,8 +120,13 @@ class RedisTier:
             return [reply == 1 for reply in _pipeline(client, "EXISTS", map(_key, names))]
 
     def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
+        value = None
         with self._call("get") as client:
-            value = client.get(_key(name))
+            try:
+                value = client.get(_key(name))
+            except redis.ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
         if not isinstance(value, bytes) or len(value) != sum(map(len, buffers)):
             return False
         start = 0
