@@ -42,7 +42,7 @@ class StorageEngine:
 
     Args:
         tiering: the tiers behind the pool.
-        floor_bytes: what a namespace keeps at least when others need room; 0 = nothing.
+        floor_bytes: what a namespace with a session keeps at least when others need room.
         shared: sessions come and go, and ``Store.clear`` of one deletes nothing.
         kv: the engine whose KV the rows here go with. They are found only where that of their
             chunk can be had, and go when it does; the tiers are that engine's.
@@ -67,6 +67,7 @@ class StorageEngine:
         self.rows: RowTable = RowTable(pool, floor_bytes)
         self.refused = 0
         self.sessions: set[StoreSession] = set()
+        self.rows.is_attached = lambda name: any(one.namespace == name for one in self.sessions)
         self._pool = pool
         # By tier: rows that are pinned until it has them, and their bytes.
         self._writing: list[dict[Entry, None]] = [{} for _ in self.channels]

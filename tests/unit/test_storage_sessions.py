@@ -463,6 +463,28 @@ def test_a_tenant_below_its_floor_is_not_flushed_by_another(open_engine: OpenEng
     }
 
 
+@pytest.mark.parametrize("how", ["reset", "gone"])
+def test_a_floor_ends_with_the_last_session_of_its_namespace(
+    open_engine: OpenEngine, how: str
+) -> None:
+    engine = open_engine(8, floor_pages=2)
+    session, other = open_session(engine), open_session(engine, GAMMA)
+    store(other, "xy")
+    for number in range(1, 8):
+        name = bytes([number]) * 32
+        session.clear(name)
+        witness = open_session(engine, name)
+        store(session, "abcdef")
+        session.clear(bytes(32)) if how == "reset" else session.abandon()
+        # Another engine of that model is there: its floor holds.
+        store(other, "ghijklmn")
+        assert engine.namespaces()[name_of(name)] == (2, 2 * PAGE, 0)
+        witness.abandon()
+        store(other, "opqrstuv")
+        assert name_of(name) not in engine.namespaces()
+        session = open_session(engine) if how == "gone" else session
+
+
 # ---- management ---------------------------------------------------------------------------------
 
 
