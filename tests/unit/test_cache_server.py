@@ -369,6 +369,15 @@ def broken(**change: Any) -> messages.RegisterKVCache:
             "objects of",
         ),
         (msgspec.structs.replace(registration(), geometries=[]), "no rank registered"),
+        (
+            broken(
+                kernel_groups=(kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 0), 16),),
+                engine_groups=engine_group_infos(
+                    [kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 0), 16)]
+                ),
+            ),
+            "no chunked has 0 tokens",
+        ),
     ],
 )
 def test_a_registration_is_refused_with_the_difference(

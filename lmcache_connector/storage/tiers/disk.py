@@ -111,9 +111,8 @@ class DiskTier:
                     return self._write(name, buffers, size)
                 except OSError as error:
                     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                    if is_last or not (
-                        is_full or error.errno in (errno.ENOENT, errno.EEXIST)
-                    ):  # folder gone
+                    is_gone = error.errno in (errno.ENOENT, errno.EEXIST)  # its folder
+                    if is_last or not (is_full or is_gone):
                         raise TierError(f"file://: {name} cannot be written: {error}") from error
                     self._evict(room if is_full and self._max_bytes else 0)
         finally:
