@@ -35,6 +35,7 @@ class Fetch:
     sizes: list[int]
     waiting: list[Looking] = field(default_factory=list)
     slots: list[SlotRef] | None = None
+    is_cleared: bool = False
 
 
 class StorageEngine:
@@ -73,6 +74,7 @@ class StorageEngine:
         self._writing: list[dict[Entry, None]] = [{} for _ in self.channels]
         self._writing_bytes = [0 for _ in self.channels]
         self._fetches: dict[RowKey, Fetch] = {}
+        self._clearing = 0
         self._probe: tuple[Sequence[bytes], Question | None] = ((), None)
 
     def open_session(
@@ -148,7 +150,8 @@ class StorageEngine:
         if fetch is None:
             fetch = Fetch(key, parent, look.namespace, sizes)
             channel = self.tiering.channels[tier]
-            if not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
+            is_clearing = self._clearing or channel.clears[0]  # what goes must not come back
+            if is_clearing or not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
                 return False
             self._fetches[key] = fetch
         fetch.waiting.append(look)
@@ -171,7 +174,7 @@ class StorageEngine:
         with self.lock:
             # Only now: what waits for a slow tier must not hold memory.
             is_wanted = any(fetch.key in look.fetching for look in fetch.waiting)
-            if not is_wanted or self.rows.index.get(fetch.key) is not None:
+            if not is_wanted or fetch.is_cleared or self.rows.index.get(fetch.key) is not None:
                 return False
             reserved = self.rows.reserve([fetch.sizes], (), fetch.namespace)
             fetch.slots = reserved[0] if reserved else None
@@ -180,7 +183,7 @@ class StorageEngine:
     def _end_fetch(self, fetch: Fetch, digests: list[int] | None, index: int) -> None:
         with self.lock:
             del self._fetches[fetch.key]
-            if fetch.slots is not None and digests is None:
+            if fetch.slots is not None and (digests is None or fetch.is_cleared):
                 self.rows.free(fetch.slots)
             elif fetch.slots is not None and digests is not None:
                 row = Row(fetch.slots, digests)
@@ -275,6 +278,13 @@ class StorageEngine:
     def clear_namespace(self, namespace: str) -> int:
         """Delete rows, of "" all, from pool and tiers; how many there were in the pool."""
         with self.lock:
+            self._clearing += 1
+            # What is under way is of before: it does not come in any more.
+            for fetch in self._fetches.values():
+                fetch.is_cleared |= namespace in ("", fetch.namespace)
+            for session in self.sessions:
+                if namespace in ("", session.namespace):
+                    session.generation += 1
             cleared = [
                 entry for entry in self.rows.index.entries() if namespace in ("", entry.namespace)
             ]
@@ -287,6 +297,8 @@ class StorageEngine:
         if self.tiering is not None and self.kv is None:
             for name in names:
                 self.tiering.clear(name)
+        with self.lock:
+            self._clearing -= 1
         return len(cleared)
 
     def namespaces(self) -> dict[str, tuple[int, int, int]]:

@@ -97,8 +97,8 @@ class StoreSession:
         self._rows = engine.rows
         self._lookups: dict[int, Looking] = {}
         self._loads: dict[int, list[Entry]] = {}
-        # Counts calls of clear.
-        self._generation = 0
+        # Counts clears: stores of before publish nothing.
+        self.generation = 0
 
     @property
     def namespace(self) -> str:
@@ -299,7 +299,7 @@ class StoreSession:
                     break
                 items.append(item)
             if any(items):
-                self.leases[store_id] = Lease(self._generation, self.namespace, items)
+                self.leases[store_id] = Lease(self.generation, self.namespace, items)
             return items
 
     def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
@@ -310,7 +310,7 @@ class StoreSession:
             self._check_commits(lease, commits)
             del self.leases[store_id]
             unused = {index: slots for index, slots in enumerate(lease.items) if slots}
-            if lease.generation == self._generation:
+            if lease.generation == self.generation:
                 published: list[Entry] = []
                 for commit in commits:
                     key = (commit.chunk_hash, commit.group)
@@ -344,7 +344,7 @@ class StoreSession:
 
     def clear(self, namespace: bytes) -> None:
         with self._engine.lock:
-            self._generation += 1
+            self.generation += 1
             self.namespace_digest = namespace
             if not self._engine.shared:
                 for entry in list(self._rows.index.entries()):

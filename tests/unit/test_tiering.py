@@ -910,6 +910,86 @@ def test_what_is_being_written_is_cleared_too(bench: OpenBench) -> None:
     assert house.find(1, "a") == ""
 
 
+@pytest.mark.parametrize("namespace", [NAME, ""])
+@pytest.mark.parametrize("order", ["answer first", "clear first"])
+def test_what_is_under_way_when_it_is_cleared_does_not_come_in(
+    bench: OpenBench, stored: Stored, namespace: str, order: str
+) -> None:
+    near, far = FakeTier(), stored("abcdef")
+    b = bench(near, far)
+    get, may_answer, has_read = far.get, threading.Event(), threading.Semaphore(0)
+
+    def get_late(name: str, buffers: Sequence[memoryview]) -> bool:
+        found = get(name, buffers)
+        has_read.release()
+        return may_answer.wait(20) and found
+
+    far.get = get_late  # type: ignore[method-assign]
+    # Rows that are being read, that wait for their turn, that are asked for meanwhile; a store.
+    assert b.find(1, "abcde") == "abcde"
+    assert b.find(2, "f") == "f"
+    assert b.session.narrow(1, keys("abcde")) is PENDING
+    assert all(has_read.acquire(timeout=20) for _ in range(4))
+    items = b.session.prepare_store(90, [NewRow(SIZES)], [])
+    far.gates["clear"].clear()
+    b.engine.clear_namespace(namespace)
+    assert b.session.narrow(2, keys("f")) is GONE
+    if order == "clear first":
+        far.gates["clear"].set()
+        until(lambda: not far.letters())
+    may_answer.set()
+    until(lambda: not b.engine._fetches)
+    far.gates["clear"].set()
+    until(lambda: not far.letters())
+    b.session.complete_store(90, [Commit(0, b"x", None, "full", [1, 0])])
+    assert items != [[]]
+    assert b.settled(1, "abcde") is GONE
+    for letter in "abcdefx":
+        assert b.load(letter) == ""
+    b.wait_written()
+    assert (b.used_pages(), near.letters(), far.letters()) == (0, "", "")
+    # What is stored from now on stays.
+    b.store("x")
+    b.wait_written()
+    assert (b.load("x"), near.letters(), far.letters()) == ("x", "x", "x")
+
+
+def test_what_is_asked_for_while_the_pool_is_cleared_does_not_come_in(
+    bench: OpenBench, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = stored("ab")
+    b = bench(tier)
+    other = b.open_session(OTHER)
+    b.store("xy", other)
+    b.store("z")
+    b.wait_written()
+    assert b.find(1, "ab") == "ab"
+    clear = tier.clear
+
+    def cleared(namespace: str) -> None:
+        assert b.settled(1, "ab") is GONE
+        clear(namespace)
+
+    assert b.engine.tiering is not None
+    queue_clear = b.engine.tiering.clear
+
+    def clear_at_last(namespace: str) -> None:
+        assert b.settled(1, "ab") is GONE
+        queue_clear(namespace)
+
+    monkeypatch.setattr(tier, "clear", cleared)
+    monkeypatch.setattr(b.engine.tiering, "clear", clear_at_last)
+    assert b.engine.clear_namespace(NAME) == 1
+    until(lambda: tier.letters() == "")
+    until(lambda: not b.engine.channels[0].clears[0])
+    assert b.there("abz") == ""
+    # Others are served again.
+    assert b.there("xy") == "xy"
+    b.store("a")
+    b.wait_written()
+    assert b.load("a") == "a"
+
+
 def test_clear_of_a_session_leaves_tiers_as_they_are(bench: OpenBench, stored: Stored) -> None:
     tier = stored("abc")
     b = bench(tier, shared=False)
