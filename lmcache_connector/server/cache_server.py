@@ -25,15 +25,15 @@ from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server import messages
 from lmcache_connector.server.service import PoolService
-from lmcache_connector.storage.engine import StorageEngine
+from lmcache_connector.storage.engine import StorageEngine, check_rows
 from lmcache_connector.storage.pool import SLOT_ALIGNMENT
 from lmcache_connector.storage.session import StoreSession, check_groups
 
 logger = init_logger(__name__)
 
 _BATCH = 64
-# Of one session; each holds its chunks' hashes.
-_MAX_LOOKUPS = 4096
+# Of one session: open lookups, and the chunks of all of them.
+_MAX_LOOKUPS, _MAX_CHUNKS = 4096, 1 << 21
 
 
 # A message's fields are the verb's arguments, in order.
@@ -197,11 +197,15 @@ class CacheServer:
                 if claimed is not None:
                     session.check_integrity(*claimed)
                 return session.stats()
-            case messages.Lookup():
+            case messages.AddGroups() if self._engine.kv is None:
+                raise ValueError("groups of KV are those of its registration")
+            case messages.Lookup(lookup_id, chunk_hashes):
                 if not is_ready:
                     return None
-                if session.num_lookups >= _MAX_LOOKUPS:
-                    raise ValueError(f"{session.num_lookups} lookups are open")
+                check_rows(len(chunk_hashes), len(session.groups))
+                chunks = session.num_chunks(besides=lookup_id) + len(chunk_hashes)
+                if session.num_lookups >= _MAX_LOOKUPS or chunks > _MAX_CHUNKS:
+                    raise ValueError(f"{session.num_lookups} lookups are open, {chunks} chunks")
             case messages.PrepareStore():
                 if not is_ready:
                     return []
@@ -247,13 +251,13 @@ class CacheServer:
                 raise ValueError(
                     f"{name} is registered by another process, whose workers are still there"
                 )
+            if not is_kv:
+                instance.session.add_groups(groups)
             self._sessions.pop(instance.token or "", None)
             if instance.session.namespace_digest != message.namespace:
                 instance.session.clear(message.namespace)
             instance.session.end_lookups()
             instance.session.keep_only(message.open_loads, message.open_stores)
-            if not is_kv:
-                instance.session.add_groups(groups)
         instance.token = token
         self._sessions[token] = instance
         self._service.add_instance(name, layout.num_ranks)

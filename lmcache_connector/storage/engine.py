@@ -23,6 +23,8 @@ from lmcache_connector.storage.tiers.base import Tier, value_name
 
 # Rows deleted at a time: schedulers wait for the lock meanwhile.
 _CLEAR_ROWS = 512
+# Chunks times groups of one call: so long do others wait, and so many keys are held.
+_MAX_ROWS = 1 << 20
 
 
 @dataclass(eq=False)
@@ -205,6 +207,7 @@ class StorageEngine:
         row) in the pool or, as far as the question to them was answered, in a tier."""
         with self.lock:
             groups = self._groups_of(namespace)
+            check_rows(len(chunk_hashes), len(groups))
             full = [tag for tag, group in groups.items() if group.full]
             tags = full or list(groups)
             _, masks = self.rows.index.find(chunk_hashes)
@@ -223,7 +226,8 @@ class StorageEngine:
             return reduce(and_ if full else or_, found), asked
 
     def _groups_of(self, namespace: str) -> dict[str, GroupShards]:
-        return next((one.groups for one in self.sessions if one.namespace == namespace), {})
+        ours = [one.groups for one in self.sessions if one.namespace == namespace]
+        return {tag: group for groups in ours for tag, group in groups.items()}
 
     def _on_kv_forgotten(self, entry: Entry) -> None:
         assert self.kv is not None
@@ -249,13 +253,9 @@ class StorageEngine:
             if self.tiering is None:
                 return in_pool, {}, False
             if question is None or hashes != chunk_hashes:
-                tags = {
-                    tag
-                    for session in self.sessions
-                    if session.namespace == namespace
-                    for tag in session.groups
-                }
-                keys = [(chunk_hash, tag) for chunk_hash in chunk_hashes for tag in sorted(tags)]
+                tags = sorted(self._groups_of(namespace))
+                check_rows(len(chunk_hashes), len(tags))
+                keys = [(chunk_hash, tag) for chunk_hash in chunk_hashes for tag in tags]
                 question = self.tiering.ask(namespace, keys)
                 self._probe = (chunk_hashes, question)
             in_tiers: dict[str, int] = {}
@@ -358,3 +358,9 @@ class StorageEngine:
             self.tiering.close()
         with self.lock:
             self._pool.close()
+
+
+def check_rows(num_chunks: int, num_groups: int) -> None:
+    """Raise ValueError when they are too many to be asked for in one call."""
+    if num_chunks * num_groups > _MAX_ROWS:
+        raise ValueError(f"{num_chunks} chunks of {num_groups} groups are too many for one call")

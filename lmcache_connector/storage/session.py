@@ -24,6 +24,8 @@ from lmcache_connector.storage.tiering import Question
 if TYPE_CHECKING:
     from lmcache_connector.storage.engine import StorageEngine
 
+_MAX_GROUPS = 1024
+
 
 class Lease(NamedTuple):
     """Slots that a worker may be writing to. Only ``complete_store`` ends it, never a clock."""
@@ -119,8 +121,15 @@ class StoreSession:
         """How many loads are open."""
         return len(self._loads)
 
+    def num_chunks(self, besides: int) -> int:
+        """How many chunks all open lookups but one are for."""
+        lookups = self._lookups.items()
+        return sum(len(look.chunk_hashes) for key, look in lookups if key != besides)
+
     def add_groups(self, groups: Sequence[GroupShards]) -> None:
         check_groups(groups)
+        if len({*self.groups, *(group.tag for group in groups)}) > _MAX_GROUPS:
+            raise ValueError(f"more than {_MAX_GROUPS} groups")
         with self._engine.lock:
             for group in groups:
                 self.groups.setdefault(group.tag, group)

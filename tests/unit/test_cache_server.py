@@ -41,6 +41,7 @@ from lmcache_connector.server.session import LOST, RefusedError, Session
 from lmcache_connector.server.store_client import CALL_SECONDS, StoreClient
 from lmcache_connector.storage.base import (
     Commit,
+    GroupShards,
     LookupReply,
     LookupState,
     NewRow,
@@ -50,6 +51,7 @@ from lmcache_connector.storage.base import (
 )
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
+from lmcache_connector.storage.tiering import open_tiering
 
 TIMEOUT = 20.0
 MIB = 1 << 20
@@ -515,6 +517,47 @@ def test_open_lookups_are_limited(house: House, monkeypatch: pytest.MonkeyPatch)
     client.prepare_load(1, 2, [])
     assert client.lookup(5, [chunk(0)], 0).present == [[1], [1]]
     client.complete_load(1)
+
+
+def test_chunks_of_open_lookups_are_limited(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_connector.server.cache_server._MAX_CHUNKS", 5)
+    client = house.client()
+    store(client, 1, range(6))
+    some = [chunk(index) for index in range(6)]
+    assert client.lookup(1, some, 0).present == [[0], [0]]
+    for _ in range(3):  # asked again it takes no more
+        assert client.lookup(1, some[:3], 0).present == [[0b111], [0b111]]
+    assert client.lookup(2, some[:3], 0).present == [[0], [0]]
+    assert client.lookup(3, some[:2], 0).present == [[0b11], [0b11]]
+    client.release(3)
+    assert client.lookup(2, some[:2], 0).present == [[0b11], [0b11]]
+    for lookup_id in (1, 2):
+        client.release(lookup_id)
+
+
+def test_rows_that_one_call_asks_for_are_limited(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_connector.storage.engine._MAX_ROWS", 5)
+    client, session = house.client(), house.session()
+    store(client, 1, range(3))
+    some = [chunk(index) for index in range(3)]
+    assert client.lookup(1, some, 0).present == [[0], [0]]
+    assert client.lookup(1, some[:2], 0).present == [[0b11], [0b11]]
+    client.release(1)
+    house.engine.tiering = open_tiering(["memory://"], house.pool)
+    with pytest.raises(RefusedError, match="3 chunks of 2 groups"):
+        session.call(messages.Probe(NAMESPACE.hex()[:16], some), TIMEOUT)
+    probe = messages.Probe(NAMESPACE.hex()[:16], some[:2])
+    assert session.call(probe, TIMEOUT).in_pool == dict.fromkeys(TAGS, "3")
+
+
+def test_groups_of_kv_are_those_of_its_registration(house: House) -> None:
+    session = house.session()
+    session.call(registration(), TIMEOUT)
+    with pytest.raises(RefusedError, match="those of its registration"):
+        session.call(messages.AddGroups([GroupShards("more", [[8]])]), TIMEOUT)
+    assert [group.tag for group in house.status().instances[0].groups] == TAGS
 
 
 def test_an_unforeseen_error_is_answered_and_survived(
