@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +35,7 @@ logger = init_logger(__name__)
 _BATCH = 64
 # Of one session: open lookups, and the chunks of all of them.
 _MAX_LOOKUPS, _MAX_CHUNKS = 4096, 1 << 21
+_MAX_CLEARS = 64
 
 
 # A message's fields are the verb's arguments, in order.
@@ -86,6 +88,9 @@ class CacheServer:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        # Those of large pools take longer than others wait for an answer.
+        self._clearing = ThreadPoolExecutor(1, "lmcache-clear")
+        self._open_clears = self._cleared_rows = 0
         self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
         service.on_control_end = lambda token: self._post(partial(self._end_session, token))
         service.on_workers_gone = lambda name: self._post(partial(self._remove_if_gone, name))
@@ -116,6 +121,7 @@ class CacheServer:
         """Answer no more. The service must have been closed."""
         self._post(partial(setattr, self, "_closing", True))
         self._thread.join()
+        self._clearing.shutdown(cancel_futures=True)
         os.close(self._wake)
 
     def _post(self, event: Callable[[], None]) -> None:
@@ -177,10 +183,10 @@ class CacheServer:
                 return self._status()
             case messages.Probe(namespace, chunk_hashes):
                 *masks, pending = self._engine.probe(namespace, chunk_hashes)
-                texts = [{tag: str(mask) for tag, mask in by_tag.items()} for by_tag in masks]
+                texts = [{tag: f"{mask:x}" for tag, mask in by_tag.items()} for by_tag in masks]
                 return messages.ProbeReply(pending, *texts)
             case messages.ClearNamespace(namespace):
-                return self._engine.clear_namespace(namespace)
+                return self._clear(namespace)
             case messages.Pin(chunk_hashes, pinned):
                 return self._engine.set_pinned(chunk_hashes, pinned)
         instance = self._sessions.get(request.token)
@@ -299,6 +305,20 @@ class CacheServer:
 
     # ---- management -----------------------------------------------------------------------------
 
+    def _clear(self, namespace: str) -> None:
+        if self._open_clears >= _MAX_CLEARS:
+            raise ValueError(f"{self._open_clears} clears are under way: wait for them")
+        self._open_clears += 1
+        future = self._clearing.submit(self._engine.clear_namespace, namespace)
+        future.add_done_callback(lambda future: self._post(partial(self._end_clear, future)))
+
+    def _end_clear(self, future: Future[int]) -> None:
+        self._open_clears -= 1
+        if error := future.exception():
+            logger.error("a clear has failed", exc_info=error)
+        else:
+            self._cleared_rows += future.result()
+
     def _status(self) -> messages.StatusReply:
         engine = self._engine
         held = engine.namespaces()
@@ -311,6 +331,8 @@ class CacheServer:
             pool=engine.stats(),
             floor_bytes=engine.floor_bytes,
             instances=[self._instance_status(one) for one in self._instances.values()],
+            open_clears=self._open_clears,
+            cleared_rows=self._cleared_rows,
             namespaces={name: messages.NamespaceStatus(*counts) for name, counts in held.items()},
             tiers=[
                 messages.TierStatus(

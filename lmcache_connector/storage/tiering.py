@@ -24,6 +24,7 @@ from lmcache_connector.metadata import SlotRef
 from lmcache_connector.storage.base import Row, RowKey, TierCounters
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.tiers.base import (
+    DroppedError,
     Tier,
     TierError,
     header_bytes,
@@ -153,6 +154,8 @@ class Channel:
                 self._calls[ident] = time.monotonic()
             try:
                 job(self.tier if usable else None)
+            except DroppedError:
+                pass  # counted by the job, and offered again when it is used
             except TierError as error:
                 self.count(errors=1)
                 self._suspend(time.monotonic() + _SUSPEND_SECONDS, work)

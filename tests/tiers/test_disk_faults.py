@@ -22,7 +22,13 @@ import pytest
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import disk
-from lmcache_connector.storage.tiers.base import TierError, header_bytes, open_tier, parse_tier_url
+from lmcache_connector.storage.tiers.base import (
+    DroppedError,
+    TierError,
+    header_bytes,
+    open_tier,
+    parse_tier_url,
+)
 from lmcache_connector.storage.tiers.disk import DiskTier
 
 SIZES = [100, 5000]
@@ -839,7 +845,8 @@ def test_while_the_directory_is_counted_reads_go_on_and_puts_are_dropped(
     monkeypatch.setattr(DiskTier, "_values", slow)
     tier = DiskTier(str(root), 1 << 20)
     assert values.read_verified(tier, name, SIZES) == shards
-    values.put_value(tier, late, SIZES)
+    with pytest.raises(DroppedError, match="still being counted"):
+        values.put_value(tier, late, SIZES)
     assert tier.contains([name, late]) == [True, False]
     unlimited = DiskTier(str(root), None)
     values.put_value(unlimited, late, SIZES)

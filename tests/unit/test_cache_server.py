@@ -202,6 +202,14 @@ def found(client: StoreClient, lookup_id: int, indexes: range) -> list[int]:
     return [shards[0] for shards in reply.present]
 
 
+def cleared(house: House, session: Session, namespace: str) -> int:
+    """How many rows a clear deletes."""
+    before = house.status().cleared_rows
+    session.call(messages.ClearNamespace(namespace), TIMEOUT)
+    until(lambda: not house.status().open_clears)
+    return house.status().cleared_rows - before
+
+
 # ---- sessions -----------------------------------------------------------------------------------
 
 
@@ -571,7 +579,7 @@ def test_an_unforeseen_error_is_answered_and_survived(
     with pytest.raises(RefusedError, match="ZeroDivisionError: why not"):
         session.call(messages.Pin([], True), TIMEOUT)
     assert "a request has failed" in caplog.text
-    assert session.call(messages.ClearNamespace(""), TIMEOUT) == 0
+    assert cleared(house, session, "") == 0
 
 
 def test_books_that_do_not_add_up_are_told(house: House) -> None:
@@ -584,6 +592,51 @@ def test_books_that_do_not_add_up_are_told(house: House) -> None:
     with pytest.raises(AssertionError, match="do not add up"):
         client.check_integrity([], [1])
     del house.engine.rows.namespace_bytes["x"]
+
+
+def test_clears_keep_nobody_waiting_and_are_counted(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, session = house.client(), house.session()
+    store(client, 1, range(3))
+    clear, may_end = house.engine.clear_namespace, threading.Event()
+
+    def slow(namespace: str) -> int:
+        may_end.wait(TIMEOUT)
+        if namespace:
+            raise ZeroDivisionError("why not")
+        return clear(namespace)
+
+    monkeypatch.setattr(house.engine, "clear_namespace", slow)
+    for count, namespace in enumerate(["", NAMESPACE.hex()[:16], "", *[""] * 61], 1):
+        assert session.call(messages.ClearNamespace(namespace), TIMEOUT) is None
+        if count < 4:
+            assert found(client, count, range(3)) == [0b111, 0b111]
+    with pytest.raises(RefusedError, match="64 clears are under way"):
+        session.call(messages.ClearNamespace(""), TIMEOUT)
+    assert house.status().open_clears == 64
+    may_end.set()
+    until(lambda: not house.status().open_clears)
+    assert house.status().cleared_rows == 6
+    assert "a clear has failed" in caplog.text
+    assert found(client, 9, range(3)) == [0, 0]
+
+
+def test_a_server_ends_while_it_clears(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(directory)
+    began, clear = threading.Event(), house.engine.clear_namespace
+
+    def slow(namespace: str) -> int:
+        began.set()
+        time.sleep(0.3)
+        return clear(namespace)
+
+    monkeypatch.setattr(house.engine, "clear_namespace", slow)
+    session = house.session()
+    for _ in range(3):
+        session.call(messages.ClearNamespace(""), TIMEOUT)
+    assert began.wait(TIMEOUT)
+    house.close()
 
 
 def test_management(house: House) -> None:
@@ -611,10 +664,10 @@ def test_management(house: House) -> None:
     assert (held.rows, held.pinned_rows) == (140, 6)
     probe = session.call(messages.Probe(one.namespace, chunks), TIMEOUT)
     assert not probe.pending
-    assert probe.in_pool == dict.fromkeys(TAGS, str((1 << 70) - 1))
+    assert probe.in_pool == dict.fromkeys(TAGS, f"{(1 << 70) - 1:x}")
     assert session.call(messages.Pin(chunks[:3], False), TIMEOUT) == 6
-    assert session.call(messages.ClearNamespace("0" * 16), TIMEOUT) == 0
-    assert session.call(messages.ClearNamespace(one.namespace), TIMEOUT) == 140
+    assert cleared(house, session, "0" * 16) == 0
+    assert cleared(house, session, one.namespace) == 140
     assert found(client, 3, range(70)) == [0, 0]
 
 

@@ -27,7 +27,7 @@ from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.storage.tiering import Channel, Tiering, open_tiering
-from lmcache_connector.storage.tiers.base import TierError, header_bytes, value_name
+from lmcache_connector.storage.tiers.base import DroppedError, TierError, header_bytes, value_name
 from lmcache_connector.storage.tiers.memory import MemoryTier
 
 T = TypeVar("T")
@@ -752,6 +752,28 @@ def test_a_row_that_a_tier_refused_is_offered_again_when_it_is_used(bench: OpenB
     assert b.load("a") == "a"
     b.wait_written()
     assert tier.letters() == "a"
+
+
+def test_a_row_that_a_tier_does_not_take_now_is_offered_again_at_its_next_use(
+    bench: OpenBench,
+) -> None:
+    """And the others are written meanwhile: nothing is wrong with the tier."""
+    tier = FakeTier()
+    b = bench(tier)
+    for count, letter in enumerate("abc", 1):
+        tier.fail["put"] = DroppedError("not now")
+        b.store(letter)
+        b.wait_written()
+        assert b.counters().dropped_rows == count
+        assert b.engine.channels[0].is_usable()
+        del tier.fail["put"]
+        b.store(letter.upper())
+        b.wait_written()
+    assert tier.letters() == "ABC"
+    assert b.load("abc") == "abc"
+    b.wait_written()
+    assert tier.letters() == "ABCabc"
+    assert b.counters() == TierCounters(written_bytes=6 * PAGE, dropped_rows=3)
 
 
 def test_a_row_larger_than_half_of_the_pool_is_written_alone(bench: OpenBench) -> None:

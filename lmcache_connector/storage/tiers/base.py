@@ -38,6 +38,10 @@ class TierError(ConnectorError):
     """A tier could not do as asked: no answer, no room, no permission. Never "not there"."""
 
 
+class DroppedError(TierError):
+    """A value is not taken now, and nothing is wrong."""
+
+
 class TierUrl(msgspec.Struct, frozen=True):
     """``scheme://host/path?options``; it holds no credentials and may be logged."""
 
