@@ -153,7 +153,9 @@ def clear(
     with managing(endpoint) as ask:
         ask(messages.ClearNamespace(namespace or ""))
         now: messages.StatusReply = ask(messages.Status())
-        while any(one.open_clears for one in (now, *now.tiers)) and time.monotonic() < deadline:
+        while now.open_clears + sum(tier.open_clears for tier in now.tiers):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
             now = ask(messages.Status())
     left = [one.url for one in now.tiers if one.open_clears or one.failed_clears > failed[one.url]]

@@ -186,7 +186,8 @@ class CacheServer:
                 texts = [{tag: f"{mask:x}" for tag, mask in by_tag.items()} for by_tag in masks]
                 return messages.ProbeReply(pending, *texts)
             case messages.ClearNamespace(namespace):
-                return self._clear(namespace)
+                self._clear(namespace)
+                return None
             case messages.Pin(chunk_hashes, pinned):
                 return self._engine.set_pinned(chunk_hashes, pinned)
         instance = self._sessions.get(request.token)
