@@ -149,13 +149,11 @@ def clear(
         typer.echo(f"{endpoint}, pid {before.pid}, engines of it: {', '.join(told) or 'none'}")
         typer.confirm(f"delete {namespace or 'all'} from {where}?", abort=True)
     failed = {tier.url: tier.failed_clears for tier in before.tiers}
-    deadline = time.monotonic() + _CLEAR_SECONDS
+    end = time.monotonic() + _CLEAR_SECONDS
     with managing(endpoint) as ask:
         ask(messages.ClearNamespace(namespace or ""))
         now: messages.StatusReply = ask(messages.Status())
-        while now.open_clears + sum(tier.open_clears for tier in now.tiers):
-            if time.monotonic() > deadline:
-                break
+        while now.open_clears + sum(t.open_clears for t in now.tiers) and time.monotonic() < end:
             time.sleep(0.05)
             now = ask(messages.Status())
     left = [one.url for one in now.tiers if one.open_clears or one.failed_clears > failed[one.url]]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import msgspec
 import zmq
@@ -33,6 +34,7 @@ from lmcache_connector.storage.session import StoreSession, check_groups
 logger = init_logger(__name__)
 
 _BATCH = 64
+_MAX_FILES = 1 << 16
 # Of one session: open lookups, and the chunks of all of them.
 _MAX_LOOKUPS, _MAX_CHUNKS = 4096, 1 << 21
 _MAX_CLEARS = 64
@@ -101,6 +103,9 @@ class CacheServer:
         Raises:
             OSError: the socket cannot be made.
         """
+        soft, hard = getrlimit(RLIMIT_NOFILE)
+        # libzmq aborts the process when no descriptor is left for somebody who connects.
+        setrlimit(RLIMIT_NOFILE, (max(soft, min(hard, _MAX_FILES)), hard))
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0

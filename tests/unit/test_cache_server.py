@@ -639,6 +639,22 @@ def test_a_server_ends_while_it_clears(directory: Path, monkeypatch: pytest.Monk
     house.close()
 
 
+def test_as_many_descriptors_are_allowed_as_may_be(directory: Path) -> None:
+    """libzmq aborts the process when somebody connects and none is left."""
+    files = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(files)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, files, (soft, hard))
+        resource.setrlimit(files, (256, hard))
+        house = House(directory)
+        stack.callback(house.close)
+        assert resource.getrlimit(files) == (min(hard, 1 << 16), hard)
+        for _ in range(200):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stack.enter_context(contextlib.closing(peer)).connect(str(house.endpoint))
+        assert house.names() == []
+
+
 def test_management(house: House) -> None:
     client = house.client()
     store(client, 1, range(70))

@@ -25,14 +25,8 @@ from urllib.parse import unquote
 
 from lmcache_connector.config import parse_size
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.storage.tiers.base import (
-    NAME,
-    DroppedError,
-    TierError,
-    TierStats,
-    TierUrl,
-    take_options,
-)
+from lmcache_connector.storage.tiers import base
+from lmcache_connector.storage.tiers.base import NAME, TierError, TierStats, TierUrl, take_options
 
 # Nothing lies there, or no file; and what is perhaps wrong with one file alone.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE)
@@ -105,7 +99,7 @@ class DiskTier:
         size = sum(map(len, buffers))
         room = (size // _BLOCK + 2) * _BLOCK
         if self._max_bytes and not self._walked.wait(timeout=1):
-            raise DroppedError(f"file://{self._root}: what lies there is still being counted")
+            raise base.DroppedError(f"file://{self._root}: what lies there is still being counted")
         with self._lock:
             if room <= self._limit:
                 self._evict(self._used + room - self._limit)
