@@ -24,6 +24,7 @@ from lmcache_connector.errors import ConfigError
 
 ENV_PREFIX = "LMCACHE_"
 CONFIG_FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+_OF_TIERS = [f"LMCACHE_REDIS_{name}" for name in ("USERNAME", "PASSWORD", "PASSWORD_FILE")]
 
 _T = TypeVar("_T")
 _GIB = 1 << 30
@@ -37,8 +38,7 @@ _SIZE_UNITS = {
 _CREDENTIALS = re.compile(r"(?<=://)(?!/).*(?:@|%40)|(?<=%2F%2F).*(?:@|%40)", re.I | re.S)
 _LayerIndex = Annotated[int, msgspec.Meta(ge=-(1 << 15), lt=1 << 15)]
 _Layers = Annotated[list[_LayerIndex], msgspec.Meta(min_length=1)]
-_TRUE = ("true", "1", "yes")
-_FALSE = ("false", "0", "no")
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -456,7 +456,7 @@ def _read_yaml(path: str, problems: list[str]) -> dict[str, object]:
 
 def _unread_variables(environ: Mapping[str, str]) -> list[str]:
     """Other software sets LMCACHE_ variables too, so that unknown ones are no errors."""
-    known = [*_VARIABLES, CONFIG_FILE_VARIABLE]
+    known = [*_VARIABLES, CONFIG_FILE_VARIABLE, *_OF_TIERS]
     warnings = []
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in known:

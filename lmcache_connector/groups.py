@@ -459,6 +459,9 @@ def _validate_kernel_group(where: str, group: KVLayerGroupInfo, geometry: Worker
             f"{where}: a chunk of {geometry.chunk_tokens} tokens is no multiple of its "
             f"{group.tokens_per_block}-token blocks"
         )
+    is_bounded = group.rule.kind in (ReuseKind.WINDOW, ReuseKind.CHUNKED)
+    if group.rule.tokens < 0 or bool(group.rule.tokens) != is_bounded:
+        raise GeometryError(f"{where}: no {group.rule.kind.value} has {group.rule.tokens} tokens")
     if group.num_shards < 1 or geometry.tp_size % group.num_shards:
         raise GeometryError(
             f"{where}: {group.num_shards} shards do not divide {geometry.tp_size} "

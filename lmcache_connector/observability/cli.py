@@ -149,18 +149,19 @@ def clear(
         typer.echo(f"{endpoint}, pid {before.pid}, engines of it: {', '.join(told) or 'none'}")
         typer.confirm(f"delete {namespace or 'all'} from {where}?", abort=True)
     failed = {tier.url: tier.failed_clears for tier in before.tiers}
-    deadline = time.monotonic() + _CLEAR_SECONDS
+    end = time.monotonic() + _CLEAR_SECONDS
     with managing(endpoint) as ask:
-        rows: int = ask(messages.ClearNamespace(namespace or ""))
-        tiers: list[messages.TierStatus] = ask(messages.Status()).tiers
-        while any(tier.open_clears for tier in tiers) and time.monotonic() < deadline:
+        ask(messages.ClearNamespace(namespace or ""))
+        now: messages.StatusReply = ask(messages.Status())
+        while now.open_clears + sum(t.open_clears for t in now.tiers) and time.monotonic() < end:
             time.sleep(0.05)
-            tiers = ask(messages.Status()).tiers
-    left = [one.url for one in tiers if one.open_clears or one.failed_clears > failed[one.url]]
-    typer.echo(f"{rows} rows deleted from the pool, {len(tiers) - len(left)} tiers cleared")
-    for url in left:
-        typer.echo(f"error: {url} was not cleared: once it answers, run this again", err=True)
-    raise typer.Exit(int(bool(left)))
+            now = ask(messages.Status())
+    left = [one.url for one in now.tiers if one.open_clears or one.failed_clears > failed[one.url]]
+    rows, tiers = now.cleared_rows - before.cleared_rows, len(now.tiers) - len(left)
+    typer.echo(f"{rows} rows deleted from the pool, {tiers} tiers cleared")
+    for name in [*(["the pool"] if now.open_clears else []), *left]:
+        typer.echo(f"error: {name} was not cleared: once it answers, run this again", err=True)
+    raise typer.Exit(int(bool(left or now.open_clears)))
 
 
 @app.command()
@@ -215,7 +216,7 @@ def _find(
         while found.pending and time.monotonic() < deadline:
             time.sleep(0.02)
             found = ask(probe)
-        if any(int(mask) for mask in (*found.in_pool.values(), *found.in_tiers.values())):
+        if any(int(mask, 16) for mask in (*found.in_pool.values(), *found.in_tiers.values())):
             break
     return engine, chain.hashes, found
 
@@ -231,8 +232,8 @@ def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.Pr
             rules, present, chunk_tokens=size, local_tokens=0, num_tokens=num_tokens
         )
 
-    pool = {tag: int(found.in_pool.get(tag, 0)) for tag in tags}
-    held = {tag: pool[tag] | int(found.in_tiers.get(tag, 0)) for tag in tags}
+    pool = {tag: int(found.in_pool.get(tag, "0"), 16) for tag in tags}
+    held = {tag: pool[tag] | int(found.in_tiers.get(tag, "0"), 16) for tag in tags}
     full = dict.fromkeys(tags, (1 << num_tokens // size) - 1)
     most, hit = reach(full), reach(held)
     healed = {tag: reach({**held, tag: full[tag]}) for tag in tags}

@@ -12,8 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 
 import msgspec
 import zmq
@@ -25,15 +27,17 @@ from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server import messages
 from lmcache_connector.server.service import PoolService
-from lmcache_connector.storage.engine import StorageEngine
+from lmcache_connector.storage.engine import StorageEngine, check_rows
 from lmcache_connector.storage.pool import SLOT_ALIGNMENT
 from lmcache_connector.storage.session import StoreSession, check_groups
 
 logger = init_logger(__name__)
 
 _BATCH = 64
-# Of one session; each holds its chunks' hashes.
-_MAX_LOOKUPS = 4096
+_MAX_FILES = 1 << 16
+# Of one session: open lookups, and the chunks of all of them.
+_MAX_LOOKUPS, _MAX_CHUNKS = 4096, 1 << 21
+_MAX_CLEARS = 64
 
 
 # A message's fields are the verb's arguments, in order.
@@ -86,6 +90,9 @@ class CacheServer:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        # Those of large pools take longer than others wait for an answer.
+        self._clearing = ThreadPoolExecutor(1, "lmcache-clear")
+        self._open_clears = self._cleared_rows = 0
         self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
         service.on_control_end = lambda token: self._post(partial(self._end_session, token))
         service.on_workers_gone = lambda name: self._post(partial(self._remove_if_gone, name))
@@ -96,6 +103,9 @@ class CacheServer:
         Raises:
             OSError: the socket cannot be made.
         """
+        soft, hard = getrlimit(RLIMIT_NOFILE)
+        # libzmq aborts the process when no descriptor is left for somebody who connects.
+        setrlimit(RLIMIT_NOFILE, (max(soft, min(hard, _MAX_FILES)), hard))
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -116,6 +126,7 @@ class CacheServer:
         """Answer no more. The service must have been closed."""
         self._post(partial(setattr, self, "_closing", True))
         self._thread.join()
+        self._clearing.shutdown(cancel_futures=True)
         os.close(self._wake)
 
     def _post(self, event: Callable[[], None]) -> None:
@@ -177,10 +188,11 @@ class CacheServer:
                 return self._status()
             case messages.Probe(namespace, chunk_hashes):
                 *masks, pending = self._engine.probe(namespace, chunk_hashes)
-                texts = [{tag: str(mask) for tag, mask in by_tag.items()} for by_tag in masks]
+                texts = [{tag: f"{mask:x}" for tag, mask in by_tag.items()} for by_tag in masks]
                 return messages.ProbeReply(pending, *texts)
             case messages.ClearNamespace(namespace):
-                return self._engine.clear_namespace(namespace)
+                self._clear(namespace)
+                return None
             case messages.Pin(chunk_hashes, pinned):
                 return self._engine.set_pinned(chunk_hashes, pinned)
         instance = self._sessions.get(request.token)
@@ -197,11 +209,15 @@ class CacheServer:
                 if claimed is not None:
                     session.check_integrity(*claimed)
                 return session.stats()
-            case messages.Lookup():
+            case messages.AddGroups() if self._engine.kv is None:
+                raise ValueError("groups of KV are those of its registration")
+            case messages.Lookup(lookup_id, chunk_hashes):
                 if not is_ready:
                     return None
-                if session.num_lookups >= _MAX_LOOKUPS:
-                    raise ValueError(f"{session.num_lookups} lookups are open")
+                check_rows(len(chunk_hashes), len(session.groups))
+                chunks = session.num_chunks(besides=lookup_id) + len(chunk_hashes)
+                if session.num_lookups >= _MAX_LOOKUPS or chunks > _MAX_CHUNKS:
+                    raise ValueError(f"{session.num_lookups} lookups are open, {chunks} chunks")
             case messages.PrepareStore():
                 if not is_ready:
                     return []
@@ -247,13 +263,13 @@ class CacheServer:
                 raise ValueError(
                     f"{name} is registered by another process, whose workers are still there"
                 )
+            if not is_kv:
+                instance.session.add_groups(groups)
             self._sessions.pop(instance.token or "", None)
             if instance.session.namespace_digest != message.namespace:
                 instance.session.clear(message.namespace)
             instance.session.end_lookups()
             instance.session.keep_only(message.open_loads, message.open_stores)
-            if not is_kv:
-                instance.session.add_groups(groups)
         instance.token = token
         self._sessions[token] = instance
         self._service.add_instance(name, layout.num_ranks)
@@ -295,6 +311,20 @@ class CacheServer:
 
     # ---- management -----------------------------------------------------------------------------
 
+    def _clear(self, namespace: str) -> None:
+        if self._open_clears >= _MAX_CLEARS:
+            raise ValueError(f"{self._open_clears} clears are under way: wait for them")
+        self._open_clears += 1
+        future = self._clearing.submit(self._engine.clear_namespace, namespace)
+        future.add_done_callback(lambda future: self._post(partial(self._end_clear, future)))
+
+    def _end_clear(self, future: Future[int]) -> None:
+        self._open_clears -= 1
+        if error := future.exception():
+            logger.error("a clear has failed", exc_info=error)
+        else:
+            self._cleared_rows += future.result()
+
     def _status(self) -> messages.StatusReply:
         engine = self._engine
         held = engine.namespaces()
@@ -307,6 +337,8 @@ class CacheServer:
             pool=engine.stats(),
             floor_bytes=engine.floor_bytes,
             instances=[self._instance_status(one) for one in self._instances.values()],
+            open_clears=self._open_clears,
+            cleared_rows=self._cleared_rows,
             namespaces={name: messages.NamespaceStatus(*counts) for name, counts in held.items()},
             tiers=[
                 messages.TierStatus(

@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,9 @@ _CONNECT_SECONDS = 1.0
 # The first retries come quickly: the owner may be starting right now.
 _MIN_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.02, 1.0
 _UNMAP_RETRY_SECONDS = 0.05
+# Who could not map all begins anew: what was in the way may have gone. Later each time, since
+# what is mapped may be of use.
+_MIN_PARTIAL_SECONDS, _MAX_PARTIAL_SECONDS = 5.0, 300.0
 
 
 class PoolClient:
@@ -67,6 +71,7 @@ class PoolClient:
         # Copies that run. Also guards ``incarnation``: it ends before the memory goes.
         self._held = threading.Condition()
         self._num_held = 0
+        self._partial_seconds = _MIN_PARTIAL_SECONDS
         # Extents to be touched: the first, and the one behind each that is used.
         self._num_wanted = 1
         self._wanted = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -182,7 +187,8 @@ class PoolClient:
                 raise
             # What is mapped may be in use; slots elsewhere are refused.
             self._report(error)
-            self._watch(connection)
+            self._watch(connection, self._partial_seconds)
+            self._partial_seconds = min(2 * self._partial_seconds, _MAX_PARTIAL_SECONDS)
         finally:
             self._attached.clear()
             with self._held:
@@ -206,6 +212,7 @@ class PoolClient:
                 if fd is not None:
                     os.close(fd)
             connection.send(protocol.encode(protocol.ExtentMapped(index)))
+        self._partial_seconds = _MIN_PARTIAL_SECONDS
         self._attached.set()
 
     def _map(self, fd: int | None, nbytes: int) -> None:
@@ -221,8 +228,10 @@ class PoolClient:
         # Last: it is what makes the extent count as mapped.
         self._addresses.append(address)
 
-    def _watch(self, connection: socket.socket) -> None:
-        """Touch extents ahead of their use, until the owner or ``close`` ends the connection."""
+    def _watch(self, connection: socket.socket, seconds: float | None = None) -> None:
+        """Touch extents ahead of their use, until the owner or ``close`` ends the connection, or
+        for some seconds."""
+        deadline = time.monotonic() + (seconds or 0.0)
         untouched = list(enumerate(self._addresses)) if self._touch_ahead else []
         poller = select.poll()
         poller.register(connection, select.POLLIN)
@@ -232,7 +241,8 @@ class PoolClient:
                 index, address = untouched.pop(0)
                 if not prefault(address, len(self._maps[index]), self._closing):
                     untouched.clear()
-            if any(fd != self._wanted for fd, _ in poller.poll()):
+            ready = poller.poll(seconds and max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready or any(fd != self._wanted for fd, _ in ready):
                 return
             os.eventfd_read(self._wanted)
 

@@ -159,8 +159,8 @@ class Probe(Message, tag="PROBE"):
 
 
 class ClearNamespace(Message, tag="CLEAR_NAMESPACE"):
-    """Management: delete a namespace's rows, in the pool and in the tiers. The answer is how
-    many were in the pool. "" is all that are in the pool or of an attached engine."""
+    """Management: delete a namespace's rows, in the pool and in the tiers; StatusReply tells when
+    that is done. "" is all that are in the pool or of an attached engine."""
 
     namespace: _Namespace
 
@@ -233,6 +233,9 @@ class StatusReply(msgspec.Struct, frozen=True):
     embedded: bool
     pool: StoreStats
     floor_bytes: int
+    # Clears of the pool that have not ended, and how many rows those that have did delete.
+    open_clears: int
+    cleared_rows: int
     instances: list[InstanceStatus]
     namespaces: dict[str, NamespaceStatus]
     tiers: list[TierStatus]
@@ -243,7 +246,7 @@ class ProbeReply(msgspec.Struct, frozen=True):
 
     # The tiers have not answered yet.
     pending: bool
-    # Decimal numbers: masks are longer than 64 bits.
+    # Hexadecimal: masks are longer than 64 bits.
     in_pool: dict[str, str]
     in_tiers: dict[str, str]
 
@@ -284,7 +287,6 @@ _RESULTS: dict[type[Message], Any] = {
     Stats: StoreStats,
     Status: StatusReply,
     Probe: ProbeReply,
-    ClearNamespace: int,
     Pin: int,
 }
 _encode = msgspec.msgpack.Encoder().encode

@@ -23,7 +23,7 @@ import msgspec
 from lmcache_connector.errors import ProtocolError
 
 # Of these frames and of messages.py.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 4096
 
 _F = TypeVar("_F")

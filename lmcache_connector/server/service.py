@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.log import init_logger, warn_every
@@ -29,6 +30,9 @@ logger = init_logger(__name__)
 
 # Connections beyond are closed at once, before they cost descriptors that others need.
 _MAX_SESSIONS = 512
+# Descriptors that nobody is welcome to take: libzmq, which needs one for each client, aborts the
+# process when none is left.
+_SPARE_FILES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -264,6 +268,9 @@ class PoolService:
                 f"protocol version {hello.version} of the worker, {protocol.PROTOCOL_VERSION} of "
                 "the pool's owner: install the same lmcache-connector in both"
             )
+        # The lowest free number is taken: so many are in use.
+        if session.connection.fileno() + _SPARE_FILES >= getrlimit(RLIMIT_NOFILE)[0]:
+            return protocol.Refused("few file descriptors are left: raise ulimit -n", retry=True)
         if hello.rank is None:
             session.token = secrets.token_hex(32)
             self._tokens.add(session.token)

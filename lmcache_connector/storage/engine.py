@@ -7,6 +7,7 @@ the lock; jobs of the tiers' threads take it when they begin and when they end.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -23,6 +24,8 @@ from lmcache_connector.storage.tiers.base import Tier, value_name
 
 # Rows deleted at a time: schedulers wait for the lock meanwhile.
 _CLEAR_ROWS = 512
+# Chunks times groups of one call: so long do others wait, and so many keys are held.
+_MAX_ROWS = 1 << 20
 
 
 @dataclass(eq=False)
@@ -35,6 +38,7 @@ class Fetch:
     sizes: list[int]
     waiting: list[Looking] = field(default_factory=list)
     slots: list[SlotRef] | None = None
+    is_cleared: bool = False
 
 
 class StorageEngine:
@@ -42,7 +46,7 @@ class StorageEngine:
 
     Args:
         tiering: the tiers behind the pool.
-        floor_bytes: what a namespace keeps at least when others need room; 0 = nothing.
+        floor_bytes: what a namespace with a session keeps at least when others need room.
         shared: sessions come and go, and ``Store.clear`` of one deletes nothing.
         kv: the engine whose KV the rows here go with. They are found only where that of their
             chunk can be had, and go when it does; the tiers are that engine's.
@@ -67,11 +71,13 @@ class StorageEngine:
         self.rows: RowTable = RowTable(pool, floor_bytes)
         self.refused = 0
         self.sessions: set[StoreSession] = set()
+        self.rows.is_attached = lambda name: any(one.namespace == name for one in self.sessions)
         self._pool = pool
         # By tier: rows that are pinned until it has them, and their bytes.
         self._writing: list[dict[Entry, None]] = [{} for _ in self.channels]
         self._writing_bytes = [0 for _ in self.channels]
         self._fetches: dict[RowKey, Fetch] = {}
+        self._clearing = 0
         self._probe: tuple[Sequence[bytes], Question | None] = ((), None)
 
     def open_session(
@@ -147,7 +153,8 @@ class StorageEngine:
         if fetch is None:
             fetch = Fetch(key, parent, look.namespace, sizes)
             channel = self.tiering.channels[tier]
-            if not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
+            is_clearing = self._clearing or channel.clears[0]  # what goes must not come back
+            if is_clearing or not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
                 return False
             self._fetches[key] = fetch
         fetch.waiting.append(look)
@@ -170,7 +177,7 @@ class StorageEngine:
         with self.lock:
             # Only now: what waits for a slow tier must not hold memory.
             is_wanted = any(fetch.key in look.fetching for look in fetch.waiting)
-            if not is_wanted or self.rows.index.get(fetch.key) is not None:
+            if not is_wanted or fetch.is_cleared or self.rows.index.get(fetch.key) is not None:
                 return False
             reserved = self.rows.reserve([fetch.sizes], (), fetch.namespace)
             fetch.slots = reserved[0] if reserved else None
@@ -179,7 +186,7 @@ class StorageEngine:
     def _end_fetch(self, fetch: Fetch, digests: list[int] | None, index: int) -> None:
         with self.lock:
             del self._fetches[fetch.key]
-            if fetch.slots is not None and digests is None:
+            if fetch.slots is not None and (digests is None or fetch.is_cleared):
                 self.rows.free(fetch.slots)
             elif fetch.slots is not None and digests is not None:
                 row = Row(fetch.slots, digests)
@@ -201,6 +208,7 @@ class StorageEngine:
         row) in the pool or, as far as the question to them was answered, in a tier."""
         with self.lock:
             groups = self._groups_of(namespace)
+            check_rows(len(chunk_hashes), len(groups))
             full = [tag for tag, group in groups.items() if group.full]
             tags = full or list(groups)
             _, masks = self.rows.index.find(chunk_hashes)
@@ -219,7 +227,8 @@ class StorageEngine:
             return reduce(and_ if full else or_, found), asked
 
     def _groups_of(self, namespace: str) -> dict[str, GroupShards]:
-        return next((one.groups for one in self.sessions if one.namespace == namespace), {})
+        ours = [one.groups for one in self.sessions if one.namespace == namespace]
+        return {tag: group for groups in ours for tag, group in groups.items()}
 
     def _on_kv_forgotten(self, entry: Entry) -> None:
         assert self.kv is not None
@@ -245,13 +254,9 @@ class StorageEngine:
             if self.tiering is None:
                 return in_pool, {}, False
             if question is None or hashes != chunk_hashes:
-                tags = {
-                    tag
-                    for session in self.sessions
-                    if session.namespace == namespace
-                    for tag in session.groups
-                }
-                keys = [(chunk_hash, tag) for chunk_hash in chunk_hashes for tag in sorted(tags)]
+                tags = sorted(self._groups_of(namespace))
+                check_rows(len(chunk_hashes), len(tags))
+                keys = [(chunk_hash, tag) for chunk_hash in chunk_hashes for tag in tags]
                 question = self.tiering.ask(namespace, keys)
                 self._probe = (chunk_hashes, question)
             in_tiers: dict[str, int] = {}
@@ -274,6 +279,13 @@ class StorageEngine:
     def clear_namespace(self, namespace: str) -> int:
         """Delete rows, of "" all, from pool and tiers; how many there were in the pool."""
         with self.lock:
+            self._clearing += 1
+            # What is under way is of before: it does not come in any more.
+            for fetch in self._fetches.values():
+                fetch.is_cleared |= namespace in ("", fetch.namespace)
+            for session in self.sessions:
+                if namespace in ("", session.namespace):
+                    session.generation += 1
             cleared = [
                 entry for entry in self.rows.index.entries() if namespace in ("", entry.namespace)
             ]
@@ -283,9 +295,12 @@ class StorageEngine:
             with self.lock:
                 for entry in cleared[start : start + _CLEAR_ROWS]:
                     self.rows.remove(entry)
+            time.sleep(0.001)  # else we are the first again to get the lock
         if self.tiering is not None and self.kv is None:
             for name in names:
                 self.tiering.clear(name)
+        with self.lock:
+            self._clearing -= 1
         return len(cleared)
 
     def namespaces(self) -> dict[str, tuple[int, int, int]]:
@@ -345,3 +360,9 @@ class StorageEngine:
             self.tiering.close()
         with self.lock:
             self._pool.close()
+
+
+def check_rows(num_chunks: int, num_groups: int) -> None:
+    """Raise ValueError when they are too many to be asked for in one call."""
+    if num_chunks * num_groups > _MAX_ROWS:
+        raise ValueError(f"{num_chunks} chunks of {num_groups} groups are too many for one call")

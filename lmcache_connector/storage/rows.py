@@ -18,7 +18,8 @@ NO_SLOT = SlotRef(0, 0, 0)
 
 
 class RowTable:
-    """``floor_bytes``: what a namespace holds at least before rows of it make room for others."""
+    """``floor_bytes``: what a namespace with a client holds at least before rows of it make room
+    for others."""
 
     def __init__(self, pool: MemoryPool, floor_bytes: int) -> None:
         self.pool = pool
@@ -26,6 +27,7 @@ class RowTable:
         self.evicted: dict[str, int] = {}
         # Told of each row that the pool has no more.
         self.on_forgotten: Callable[[Entry], None] = lambda entry: None
+        self.is_attached: Callable[[str], bool] = lambda namespace: True
         self._floor_bytes = floor_bytes
         # Bytes in the index, by namespace.
         self.namespace_bytes: dict[str, int] = {}
@@ -52,7 +54,7 @@ class RowTable:
         spare = {
             name: num_bytes - self._floor_bytes
             for name, num_bytes in self.namespace_bytes.items()
-            if self._floor_bytes and name != namespace
+            if self._floor_bytes and name != namespace and self.is_attached(name)
         }
         for entry in self.index.victims(protect):
             if entry.namespace in spare:

@@ -24,6 +24,8 @@ from lmcache_connector.storage.tiering import Question
 if TYPE_CHECKING:
     from lmcache_connector.storage.engine import StorageEngine
 
+_MAX_GROUPS = 1024
+
 
 class Lease(NamedTuple):
     """Slots that a worker may be writing to. Only ``complete_store`` ends it, never a clock."""
@@ -97,8 +99,8 @@ class StoreSession:
         self._rows = engine.rows
         self._lookups: dict[int, Looking] = {}
         self._loads: dict[int, list[Entry]] = {}
-        # Counts calls of clear.
-        self._generation = 0
+        # Counts clears: stores of before publish nothing.
+        self.generation = 0
 
     @property
     def namespace(self) -> str:
@@ -119,8 +121,15 @@ class StoreSession:
         """How many loads are open."""
         return len(self._loads)
 
+    def num_chunks(self, besides: int) -> int:
+        """How many chunks all open lookups but one are for."""
+        lookups = self._lookups.items()
+        return sum(len(look.chunk_hashes) for key, look in lookups if key != besides)
+
     def add_groups(self, groups: Sequence[GroupShards]) -> None:
         check_groups(groups)
+        if len({*self.groups, *(group.tag for group in groups)}) > _MAX_GROUPS:
+            raise ValueError(f"more than {_MAX_GROUPS} groups")
         with self._engine.lock:
             for group in groups:
                 self.groups.setdefault(group.tag, group)
@@ -299,7 +308,7 @@ class StoreSession:
                     break
                 items.append(item)
             if any(items):
-                self.leases[store_id] = Lease(self._generation, self.namespace, items)
+                self.leases[store_id] = Lease(self.generation, self.namespace, items)
             return items
 
     def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
@@ -310,7 +319,7 @@ class StoreSession:
             self._check_commits(lease, commits)
             del self.leases[store_id]
             unused = {index: slots for index, slots in enumerate(lease.items) if slots}
-            if lease.generation == self._generation:
+            if lease.generation == self.generation:
                 published: list[Entry] = []
                 for commit in commits:
                     key = (commit.chunk_hash, commit.group)
@@ -344,7 +353,7 @@ class StoreSession:
 
     def clear(self, namespace: bytes) -> None:
         with self._engine.lock:
-            self._generation += 1
+            self.generation += 1
             self.namespace_digest = namespace
             if not self._engine.shared:
                 for entry in list(self._rows.index.entries()):

@@ -24,6 +24,7 @@ from lmcache_connector.metadata import SlotRef
 from lmcache_connector.storage.base import Row, RowKey, TierCounters
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.tiers.base import (
+    DroppedError,
     Tier,
     TierError,
     header_bytes,
@@ -83,16 +84,17 @@ class Channel:
         self._lock = threading.Lock()
         # Namespaces to delete that are not dealt with yet, and how many could not be.
         self.clears = [0, 0]
-        self._suspended_until = 0.0
+        # A tier that is full can be read; one that cannot be read is not written to either.
+        self._suspended_until = dict.fromkeys(_THREADS, 0.0)
         # Thread -> when its call began.
         self._calls: dict[int, float] = {}
         self._jobs: dict[Work, queue.Queue[Job | None]] = {
             work: queue.Queue(_MAX_WRITES if work == "write" else 0) for work in _THREADS
         }
         self._threads = [
-            threading.Thread(target=self._run, args=(jobs,), name="lmcache-tier", daemon=True)
-            for work, jobs in self._jobs.items()
-            for _ in range(_THREADS[work])
+            threading.Thread(target=self._run, args=(work,), name="lmcache-tier", daemon=True)
+            for work, count in _THREADS.items()
+            for _ in range(count)
         ]
         for thread in self._threads:
             thread.start()
@@ -108,16 +110,16 @@ class Channel:
         with self._lock:
             return msgspec.structs.replace(self.counters)
 
-    def is_usable(self) -> bool:
-        """Whether it is worth asking now."""
+    def is_usable(self, work: Work = "write") -> bool:
+        """Whether it is worth trying now. What can be written to can be read, too."""
         now = time.monotonic()
         with self._lock:
             hung = any(now - began > _STALL_SECONDS for began in self._calls.values())
-        return not hung and now >= self._suspended_until
+        return not hung and now >= self._suspended_until[work]
 
     def submit(self, job: Job, work: Work) -> bool:
         """Queue a job; False when there are too many or the tier is left alone."""
-        if not self.is_usable():
+        if not self.is_usable(work):
             return False
         try:
             self._jobs[work].put_nowait(job)
@@ -144,23 +146,25 @@ class Channel:
             logger.warning("tier %s is left alone now: %s stays there", self.url, namespace)
             job(None)
 
-    def _run(self, jobs: queue.Queue[Job | None]) -> None:
-        ident = threading.get_ident()
+    def _run(self, work: Work) -> None:
+        ident, jobs = threading.get_ident(), self._jobs[work]
         while (job := jobs.get()) is not None:
-            usable = self.is_usable()
+            usable = self.is_usable(work)
             with self._lock:
                 self._calls[ident] = time.monotonic()
             try:
                 job(self.tier if usable else None)
+            except DroppedError:
+                pass  # counted by the job, and offered again when it is used
             except TierError as error:
                 self.count(errors=1)
-                until = time.monotonic() + _SUSPEND_SECONDS
-                self._suspended_until = max(until, self._suspended_until)
+                self._suspend(time.monotonic() + _SUSPEND_SECONDS, work)
+                what = "not written to" if work == "write" else "left alone"
                 warn_every(
                     logger,
-                    self.url,
+                    f"{what} {self.url}",
                     60.0,
-                    f"tier {self.url}: {error}; it is left alone for {_SUSPEND_SECONDS:.0f} s",
+                    f"tier {self.url}: {error}; it is {what} for {_SUSPEND_SECONDS:.0f} s",
                 )
             except Exception:
                 # Whoever waits for the job does so with a deadline.
@@ -170,6 +174,11 @@ class Channel:
                     del self._calls[ident]
                 jobs.task_done()
 
+    def _suspend(self, until: float, failed: Work) -> None:
+        for work, before in self._suspended_until.items():
+            if failed in (work, "ask", "read"):
+                self._suspended_until[work] = max(until, before)
+
     def close(self, deadline: float) -> None:
         """Write what is queued until ``deadline``, then end the threads that are not hung."""
         writes = self._jobs["write"]
@@ -177,7 +186,7 @@ class Channel:
             time.sleep(0.005)
         if left := writes.unfinished_tasks:
             logger.warning("tier %s: %d rows were not written in time", self.url, left)
-        self._suspended_until = math.inf  # nothing is queued any more
+        self._suspend(math.inf, "ask")  # nothing is queued any more
         for work, jobs in self._jobs.items():
             with contextlib.suppress(queue.Empty):
                 while (job := jobs.get_nowait()) is not None:
@@ -248,7 +257,7 @@ class Tiering:
         views = [self._view(slot) for slot in slots]
         header = bytearray(header_bytes(len(slots)))
         if not tier.get(name, [memoryview(header), *views]):
-            # Where it is there after all, its length is wrong: it would be found again and again.
+            # Where it is there after all, it is damaged: it would be found again and again.
             tier.remove(name)
             return None
         digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])

@@ -277,6 +277,8 @@ class Host:
         self.scheduler.check_integrity()
         with managing(self.connector.scheduler_side._setup.config.server) as ask:
             ask(messages.ClearNamespace(""))
+            while ask(messages.Status()).open_clears:
+                time.sleep(0.01)
 
     def attach(self, seconds: float = 60.0) -> None:
         """Wait until the server is there and all workers have mapped its pool."""

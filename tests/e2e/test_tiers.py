@@ -105,7 +105,7 @@ class Site:
             while (found := ask(messages.Probe(self.namespace, self.hashes))).pending:
                 time.sleep(0.01)
         return tuple(
-            {tag: int(masks.get(tag, "0")) for tag in self.row_bytes}
+            {tag: int(masks.get(tag, "0"), 16) for tag in self.row_bytes}
             for masks in (found.in_pool, found.in_tiers)
         )
 

@@ -22,7 +22,13 @@ import pytest
 
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import disk
-from lmcache_connector.storage.tiers.base import TierError, header_bytes, open_tier, parse_tier_url
+from lmcache_connector.storage.tiers.base import (
+    DroppedError,
+    TierError,
+    header_bytes,
+    open_tier,
+    parse_tier_url,
+)
 from lmcache_connector.storage.tiers.disk import DiskTier
 
 SIZES = [100, 5000]
@@ -311,20 +317,42 @@ def test_other_calls_that_fail_while_writing(
     assert tier.stats().used_bytes == 0
 
 
-def test_reads_that_fail_are_no_misses(
-    tier: DiskTier, values: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["open", "read"])
+@pytest.mark.parametrize(
+    "code", [errno.EACCES, errno.EBADMSG, errno.EIO, errno.EPERM, errno.ESTALE, errno.EUCLEAN, 0]
+)
+def test_a_file_that_alone_cannot_be_read_is_no_value(
+    tier: DiskTier, values: ModuleType, monkeypatch: pytest.MonkeyPatch, code: int, at: str
 ) -> None:
+    """0: it is truncated while it is read."""
     name = values.random_name()
     shards = values.put_value(tier, name, SIZES)
-    break_files(monkeypatch, errno.EIO)
-    with pytest.raises(TierError):
-        values.read_verified(tier, name, SIZES)
-    break_files(monkeypatch, errno.ESTALE)  # another host has removed it
-    assert values.read_verified(tier, name, SIZES) is None
-    break_files(monkeypatch, 0)  # truncated while it is read
-    assert values.read_verified(tier, name, SIZES) is None
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        fail_reads(patch, code, at if code else "read")
+        assert values.read_verified(tier, name, SIZES) is None
     assert values.read_verified(tier, name, SIZES) == shards
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_reads_that_fail_for_want_of_something_else_are_no_misses(
+    tier: DiskTier, values: ModuleType, monkeypatch: pytest.MonkeyPatch, code: int, at: str
+) -> None:
+    name = values.random_name()
+    values.put_value(tier, name, SIZES)
+    fail_reads(monkeypatch, code, at)
+    with pytest.raises(TierError, match=os.strerror(code)):
+        values.read_verified(tier, name, SIZES)
+
+
+def fail_reads(monkeypatch: pytest.MonkeyPatch, code: int, at: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    if at == "open":
+        monkeypatch.setattr(os, "open", fail)
+    else:
+        break_files(monkeypatch, code)
 
 
 def test_permission_denied(
@@ -340,8 +368,7 @@ def test_permission_denied(
             raise PermissionError(errno.EACCES, "Permission denied")
 
         monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(TierError, match="Permission denied"):
-        values.read_verified(tier, name, SIZES)
+    assert values.read_verified(tier, name, SIZES) is None
     with pytest.raises(TierError, match="Permission denied"):
         values.put_value(tier, values.random_name(), SIZES)
     monkeypatch.undo()
@@ -818,7 +845,8 @@ def test_while_the_directory_is_counted_reads_go_on_and_puts_are_dropped(
     monkeypatch.setattr(DiskTier, "_values", slow)
     tier = DiskTier(str(root), 1 << 20)
     assert values.read_verified(tier, name, SIZES) == shards
-    values.put_value(tier, late, SIZES)
+    with pytest.raises(DroppedError, match="still being counted"):
+        values.put_value(tier, late, SIZES)
     assert tier.contains([name, late]) == [True, False]
     unlimited = DiskTier(str(root), None)
     values.put_value(unlimited, late, SIZES)

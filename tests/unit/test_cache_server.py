@@ -41,6 +41,7 @@ from lmcache_connector.server.session import LOST, RefusedError, Session
 from lmcache_connector.server.store_client import CALL_SECONDS, StoreClient
 from lmcache_connector.storage.base import (
     Commit,
+    GroupShards,
     LookupReply,
     LookupState,
     NewRow,
@@ -50,6 +51,7 @@ from lmcache_connector.storage.base import (
 )
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
+from lmcache_connector.storage.tiering import open_tiering
 
 TIMEOUT = 20.0
 MIB = 1 << 20
@@ -198,6 +200,14 @@ def found(client: StoreClient, lookup_id: int, indexes: range) -> list[int]:
     reply = client.lookup(lookup_id, [chunk(index) for index in indexes], indexes.start)
     client.release(lookup_id)
     return [shards[0] for shards in reply.present]
+
+
+def cleared(house: House, session: Session, namespace: str) -> int:
+    """How many rows a clear deletes."""
+    before = house.status().cleared_rows
+    session.call(messages.ClearNamespace(namespace), TIMEOUT)
+    until(lambda: not house.status().open_clears)
+    return house.status().cleared_rows - before
 
 
 # ---- sessions -----------------------------------------------------------------------------------
@@ -369,6 +379,15 @@ def broken(**change: Any) -> messages.RegisterKVCache:
             "objects of",
         ),
         (msgspec.structs.replace(registration(), geometries=[]), "no rank registered"),
+        (
+            broken(
+                kernel_groups=(kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 0), 16),),
+                engine_groups=engine_group_infos(
+                    [kernel_group(0, ReuseRule(ReuseKind.CHUNKED, 0), 16)]
+                ),
+            ),
+            "no chunked has 0 tokens",
+        ),
     ],
 )
 def test_a_registration_is_refused_with_the_difference(
@@ -508,6 +527,47 @@ def test_open_lookups_are_limited(house: House, monkeypatch: pytest.MonkeyPatch)
     client.complete_load(1)
 
 
+def test_chunks_of_open_lookups_are_limited(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_connector.server.cache_server._MAX_CHUNKS", 5)
+    client = house.client()
+    store(client, 1, range(6))
+    some = [chunk(index) for index in range(6)]
+    assert client.lookup(1, some, 0).present == [[0], [0]]
+    for _ in range(3):  # asked again it takes no more
+        assert client.lookup(1, some[:3], 0).present == [[0b111], [0b111]]
+    assert client.lookup(2, some[:3], 0).present == [[0], [0]]
+    assert client.lookup(3, some[:2], 0).present == [[0b11], [0b11]]
+    client.release(3)
+    assert client.lookup(2, some[:2], 0).present == [[0b11], [0b11]]
+    for lookup_id in (1, 2):
+        client.release(lookup_id)
+
+
+def test_rows_that_one_call_asks_for_are_limited(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_connector.storage.engine._MAX_ROWS", 5)
+    client, session = house.client(), house.session()
+    store(client, 1, range(3))
+    some = [chunk(index) for index in range(3)]
+    assert client.lookup(1, some, 0).present == [[0], [0]]
+    assert client.lookup(1, some[:2], 0).present == [[0b11], [0b11]]
+    client.release(1)
+    house.engine.tiering = open_tiering(["memory://"], house.pool)
+    with pytest.raises(RefusedError, match="3 chunks of 2 groups"):
+        session.call(messages.Probe(NAMESPACE.hex()[:16], some), TIMEOUT)
+    probe = messages.Probe(NAMESPACE.hex()[:16], some[:2])
+    assert session.call(probe, TIMEOUT).in_pool == dict.fromkeys(TAGS, "3")
+
+
+def test_groups_of_kv_are_those_of_its_registration(house: House) -> None:
+    session = house.session()
+    session.call(registration(), TIMEOUT)
+    with pytest.raises(RefusedError, match="those of its registration"):
+        session.call(messages.AddGroups([GroupShards("more", [[8]])]), TIMEOUT)
+    assert [group.tag for group in house.status().instances[0].groups] == TAGS
+
+
 def test_an_unforeseen_error_is_answered_and_survived(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -519,7 +579,7 @@ def test_an_unforeseen_error_is_answered_and_survived(
     with pytest.raises(RefusedError, match="ZeroDivisionError: why not"):
         session.call(messages.Pin([], True), TIMEOUT)
     assert "a request has failed" in caplog.text
-    assert session.call(messages.ClearNamespace(""), TIMEOUT) == 0
+    assert cleared(house, session, "") == 0
 
 
 def test_books_that_do_not_add_up_are_told(house: House) -> None:
@@ -532,6 +592,67 @@ def test_books_that_do_not_add_up_are_told(house: House) -> None:
     with pytest.raises(AssertionError, match="do not add up"):
         client.check_integrity([], [1])
     del house.engine.rows.namespace_bytes["x"]
+
+
+def test_clears_keep_nobody_waiting_and_are_counted(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, session = house.client(), house.session()
+    store(client, 1, range(3))
+    clear, may_end = house.engine.clear_namespace, threading.Event()
+
+    def slow(namespace: str) -> int:
+        may_end.wait(TIMEOUT)
+        if namespace:
+            raise ZeroDivisionError("why not")
+        return clear(namespace)
+
+    monkeypatch.setattr(house.engine, "clear_namespace", slow)
+    for count, namespace in enumerate(["", NAMESPACE.hex()[:16], "", *[""] * 61], 1):
+        assert session.call(messages.ClearNamespace(namespace), TIMEOUT) is None
+        if count < 4:
+            assert found(client, count, range(3)) == [0b111, 0b111]
+    with pytest.raises(RefusedError, match="64 clears are under way"):
+        session.call(messages.ClearNamespace(""), TIMEOUT)
+    assert house.status().open_clears == 64
+    may_end.set()
+    until(lambda: not house.status().open_clears)
+    assert house.status().cleared_rows == 6
+    assert "a clear has failed" in caplog.text
+    assert found(client, 9, range(3)) == [0, 0]
+
+
+def test_a_server_ends_while_it_clears(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(directory)
+    began, clear = threading.Event(), house.engine.clear_namespace
+
+    def slow(namespace: str) -> int:
+        began.set()
+        time.sleep(0.3)
+        return clear(namespace)
+
+    monkeypatch.setattr(house.engine, "clear_namespace", slow)
+    session = house.session()
+    for _ in range(3):
+        session.call(messages.ClearNamespace(""), TIMEOUT)
+    assert began.wait(TIMEOUT)
+    house.close()
+
+
+def test_as_many_descriptors_are_allowed_as_may_be(directory: Path) -> None:
+    """libzmq aborts the process when somebody connects and none is left."""
+    files = resource.RLIMIT_NOFILE
+    soft, hard = resource.getrlimit(files)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, files, (soft, hard))
+        resource.setrlimit(files, (256, hard))
+        house = House(directory)
+        stack.callback(house.close)
+        assert resource.getrlimit(files) == (min(hard, 1 << 16), hard)
+        for _ in range(200):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stack.enter_context(contextlib.closing(peer)).connect(str(house.endpoint))
+        assert house.names() == []
 
 
 def test_management(house: House) -> None:
@@ -559,10 +680,10 @@ def test_management(house: House) -> None:
     assert (held.rows, held.pinned_rows) == (140, 6)
     probe = session.call(messages.Probe(one.namespace, chunks), TIMEOUT)
     assert not probe.pending
-    assert probe.in_pool == dict.fromkeys(TAGS, str((1 << 70) - 1))
+    assert probe.in_pool == dict.fromkeys(TAGS, f"{(1 << 70) - 1:x}")
     assert session.call(messages.Pin(chunks[:3], False), TIMEOUT) == 6
-    assert session.call(messages.ClearNamespace("0" * 16), TIMEOUT) == 0
-    assert session.call(messages.ClearNamespace(one.namespace), TIMEOUT) == 140
+    assert cleared(house, session, "0" * 16) == 0
+    assert cleared(house, session, one.namespace) == 140
     assert found(client, 3, range(70)) == [0, 0]
 
 

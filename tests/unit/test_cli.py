@@ -424,10 +424,45 @@ def test_clear_waits_for_the_tiers_and_names_those_that_fail(
     # One that has just failed is not even asked.
     assert run("clear", "--namespace", "00" * 8, "--yes").code == 1
     is_broken[:] = [False]
-    far._suspended_until = 0.0
+    far._suspended_until["write"] = 0.0
     ended = run("clear", "--namespace", "00" * 8, "--yes")
     assert (ended.code, "2 tiers cleared" in ended.out) == (0, True)
     assert far.tier.contains([name]) == [False]
+
+
+def test_clear_waits_for_the_pool(
+    start: Any, run: Run, prompt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: it counts then, and only then."""
+    host = start()
+    host.store(chunk_hashes(bytes(32), IDS), "full")
+    clear, seconds = host.engine.clear_namespace, [1.0, 3.0]
+
+    def slow(namespace: str) -> int:
+        time.sleep(seconds.pop())
+        return int(clear(namespace))
+
+    monkeypatch.setattr(host.engine, "clear_namespace", slow)
+    ended = run("clear", "--all", "--yes")
+    assert (ended.code, "4 rows deleted" in ended.out, ended.err) == (0, True, "")
+    monkeypatch.setattr(cli, "_CLEAR_SECONDS", 0.1)
+    ended = run("clear", "--all", "--yes")
+    assert (ended.code, ended.err) == (
+        1,
+        "error: the pool was not cleared: once it answers, run this again",
+    )
+
+
+def test_lookup_of_a_very_long_prompt(start: Any, run: Run, temp: Path) -> None:
+    """More chunks than Python writes decimal digits."""
+    ids = [number % 1000 for number in range(15_000 * CHUNK)]
+    host = start()
+    host.store(chunk_hashes(bytes(32), ids)[:10], "full")
+    in_pool = {"full": (1 << 15_000) - 1, "window-255": 1 << 14_999}
+    host.engine.probe = lambda namespace, hashes: (in_pool, {"window-255": 1}, False)
+    (temp / "many").write_text(json.dumps(ids))
+    ended = run("lookup", "--tokens", temp / "many")
+    assert (ended.code, f"15000 chunks of {CHUNK}" in ended.out) == (0, True), ended.err
 
 
 # ---- endpoints ----------------------------------------------------------------------------------

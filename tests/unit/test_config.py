@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from lmcache_connector import errors
 from lmcache_connector.config import (
     OPTIONS,
     Config,
@@ -200,6 +202,20 @@ def test_unknown_variables_of_other_software_only_warn():
     assert loaded.warnings == [
         "Environment variable LMCACHE_CHUNKSIZE is not read: did you mean LMCACHE_CHUNK_SIZE?",
         "Environment variable LMCACHE_LOG_LEVEL is not read.",
+    ]
+
+
+def test_no_variable_that_is_read_anywhere_is_said_not_to_be():
+    package = Path(errors.__file__).parent
+    sources = "".join(path.read_text() for path in package.rglob("*.py"))
+    read = {*re.findall(r"\bLMCACHE_[A-Z_]*[A-Z]\b", sources)} - {"LMCACHE_CONFIG_FILE"}
+    assert {"LMCACHE_SERVER", "LMCACHE_REDIS_PASSWORD", "LMCACHE_REDIS_PASSWORD_FILE"} <= read
+    keys = {option.name for option in OPTIONS}
+    of_others = {name: "" for name in read if name.removeprefix("LMCACHE_").lower() not in keys}
+    assert load_config({}, of_others).warnings == []
+    assert load_config({}, {"LMCACHE_REDIS_PASSWORT": "x"}).warnings == [
+        "Environment variable LMCACHE_REDIS_PASSWORT is not read: "
+        "did you mean LMCACHE_REDIS_PASSWORD?"
     ]
 
 

@@ -333,6 +333,21 @@ def test_a_contradictory_geometry_is_refused(broken: WorkerGeometry, message: st
         validate_geometry(broken)
 
 
+@pytest.mark.parametrize("kind", ReuseKind)
+@pytest.mark.parametrize("tokens", [-(2**62), -1, 0, 1, 2**62])
+def test_a_rule_has_the_tokens_of_its_kind(kind: ReuseKind, tokens: int) -> None:
+    group = kernel_group(
+        rule=ReuseRule(kind, tokens),
+        sw_size_tokens=tokens + 1 if kind is ReuseKind.WINDOW else -1,
+        recurrent_state=kind is ReuseKind.STATE,
+    )
+    if tokens > 0 if kind in (ReuseKind.WINDOW, ReuseKind.CHUNKED) else tokens == 0:
+        validate_geometry(geometry(group))
+    else:
+        with pytest.raises(GeometryError, match=f"no {kind.value} has {tokens} tokens"):
+            validate_geometry(geometry(group))
+
+
 def test_the_fingerprint_ignores_the_pool_and_nothing_of_the_content() -> None:
     base = geometry(kernel_group()).fingerprint()
     assert geometry(kernel_group(nb=9, block_stride_elems=512)).fingerprint() == base

@@ -265,6 +265,43 @@ def test_each_kind_registers_where_it_belongs(
         other.call(messages.RegisterHiddenStates("e", "m", NAMESPACE, CHUNK, 0), TIMEOUT)
 
 
+def test_groups_and_what_is_asked_of_them_are_limited(
+    embedded: EmbeddedStore, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = Path(embedded.hidden.endpoint.removeprefix("ipc://"))
+
+    def call(message: messages.Message) -> Any:
+        return session.call(message, TIMEOUT)
+
+    def some(first: int, count: int) -> list[GroupShards]:
+        return [GroupShards(f"hs{number}", [[8]]) for number in range(first, first + count)]
+
+    session = Session(endpoint, TIMEOUT)
+    stack.callback(session.close)
+    registration = messages.RegisterHiddenStates("e", "m", NAMESPACE, CHUNK, 0, some(0, 1024))
+    assert not call(registration).resumed
+    call(messages.AddGroups(some(1, 1023)))  # it knows them
+    with pytest.raises(RefusedError, match="more than 1024 groups"):
+        call(messages.AddGroups(some(1024, 1)))
+    registration.groups = some(1000, 1024)
+    with pytest.raises(RefusedError, match="more than 1024 groups"):
+        call(registration)
+    chunks = [number.to_bytes(32, "big") for number in range(1025)]
+    assert len(call(messages.Lookup(1, chunks[:1024], 0)).present) == 1024
+    with pytest.raises(RefusedError, match="1025 chunks of 1024 groups"):
+        call(messages.Lookup(2, chunks, 0))
+    # And of the KV that they go with.
+    monkeypatch.setattr("lmcache_connector.storage.engine._MAX_ROWS", 1024)
+    other = Session(endpoint, TIMEOUT)
+    stack.callback(other.close)
+    one = messages.RegisterHiddenStates("o", "m", NAMESPACE, CHUNK, 0, some(0, 1))
+    assert not other.call(one, TIMEOUT).resumed
+    more = [GroupShards(f"kv{number}", [[8]]) for number in range(10)]
+    embedded.groups |= {group.tag: group for group in more}
+    with pytest.raises(RefusedError, match=f"1000 chunks of {len(embedded.groups)} groups"):
+        other.call(messages.Lookup(1, chunks[:1000], 0), TIMEOUT)
+
+
 def test_the_command_line_finds_the_endpoint_of_the_kv(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import socket
 import stat
@@ -274,6 +276,95 @@ def test_a_worker_that_cannot_pin_keeps_what_it_has(
     # It may still be copying to extent 0: it must not be taken for dead.
     time.sleep(0.05)
     assert served.ended == []
+
+
+@pytest.mark.parametrize("extent", [0, 1, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "no descriptor"),
+        RuntimeError("no pin"),
+        ProtocolError("a packet was cut"),
+    ],
+    ids=["map", "pin", "receive"],
+)
+def test_a_worker_that_could_not_map_all_begins_anew(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, error: Exception, extent: int
+) -> None:
+    monkeypatch.setattr("lmcache_connector.server.client._MIN_PARTIAL_SECONDS", 0.1)
+    served, failures, map_extent = serve(extents=3), [0.0, 0.0], PoolClient._map
+
+    def fail_twice(client: PoolClient, fd: int | None, nbytes: int) -> None:
+        if failures and len(client._maps) == extent:
+            failures.pop()
+            raise error
+        map_extent(client, fd, nbytes)
+
+    monkeypatch.setattr(PoolClient, "_map", fail_twice)
+    client = served.client(0)
+    if extent:
+        # A copy that runs is waited for.
+        until(lambda: client.has(extent - 1) and client.hold(served.service.incarnation))
+        until(lambda: client.incarnation is None)
+        assert client.has(extent - 1)
+        client.drop()
+    assert client.wait_attached(TIMEOUT)
+    assert not failures
+    assert served.service.wait_ready(TIMEOUT)
+    assert client._partial_seconds == 0.1
+    # It stays.
+    time.sleep(0.25)
+    assert client.wait_attached(0)
+
+
+def test_who_keeps_failing_to_map_all_tries_less_and_less(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_connector.server.client._MIN_PARTIAL_SECONDS", 0.02)
+    monkeypatch.setattr("lmcache_connector.server.client._MAX_PARTIAL_SECONDS", 0.1)
+    served, tries = serve(), []
+
+    def register(address: int, nbytes: int) -> None:
+        if served.clients[0].has(0):
+            tries.append(time.monotonic())
+            raise OSError("never")
+
+    served.client(0, register_extent=register)
+    until(lambda: len(tries) == 6)
+    waits = [after - before for before, after in itertools.pairwise(tries)]
+    assert all(
+        wait > least for wait, least in zip(waits, [0.02, 0.04, 0.08, 0.1, 0.1], strict=True)
+    )
+    assert served.clients[0]._partial_seconds == 0.1
+
+
+def test_peers_are_refused_before_descriptors_run_out(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq would abort the process."""
+    served = serve()
+    limit = len(os.listdir("/proc/self/fd")) + 64 + 40
+    monkeypatch.setattr("lmcache_connector.server.service.getrlimit", lambda _: (limit, limit))
+    control = protocol.encode(protocol.Hello(protocol.PROTOCOL_VERSION, None))
+    with contextlib.ExitStack() as peers:
+        for number in range(40):
+            peer = peers.enter_context(raw_peer(served.path))
+            peer.send(control if number % 2 else hello())
+            answer = reply(peer)
+            if isinstance(answer, protocol.Refused):
+                break
+        assert 10 < number < 39
+        assert isinstance(answer, protocol.Refused)
+        assert (answer.retry, "ulimit -n" in answer.reason) == (True, True)
+        for each in (control, hello()):
+            with raw_peer(served.path) as peer:
+                peer.send(each)
+                assert isinstance(reply(peer), protocol.Refused)
+                assert peer.recv(1) == b""
+    until(lambda: not served.service._sessions)
+    with raw_peer(served.path) as peer:
+        peer.send(control)
+        assert isinstance(reply(peer), protocol.Welcome)
 
 
 def test_slots_beyond_the_memory_are_refused(serve: Serve) -> None:

@@ -463,6 +463,28 @@ def test_a_tenant_below_its_floor_is_not_flushed_by_another(open_engine: OpenEng
     }
 
 
+@pytest.mark.parametrize("how", ["reset", "gone"])
+def test_a_floor_ends_with_the_last_session_of_its_namespace(
+    open_engine: OpenEngine, how: str
+) -> None:
+    engine = open_engine(8, floor_pages=2)
+    session, other = open_session(engine), open_session(engine, GAMMA)
+    store(other, "xy")
+    for number in range(1, 8):
+        name = bytes([number]) * 32
+        session.clear(name)
+        witness = open_session(engine, name)
+        store(session, "abcdef")
+        session.clear(bytes(32)) if how == "reset" else session.abandon()
+        # Another engine of that model is there: its floor holds.
+        store(other, "ghijklmn")
+        assert engine.namespaces()[name_of(name)] == (2, 2 * PAGE, 0)
+        witness.abandon()
+        store(other, "opqrstuv")
+        assert name_of(name) not in engine.namespaces()
+        session = open_session(engine) if how == "gone" else session
+
+
 # ---- management ---------------------------------------------------------------------------------
 
 
@@ -524,16 +546,21 @@ def test_management_of_many_rows_keeps_nobody_waiting(
     engine = open_engine(8)
     store(open_session(engine), "abcdefgh")
     held, most = 0, 0
+    is_locked, rests = False, 0
     remove, num_bytes = engine.rows.remove, Entry.num_bytes.fget
 
     class Lock:
         def __enter__(self) -> None:
-            nonlocal held
-            held = 0
+            nonlocal held, is_locked
+            held, is_locked = 0, True
 
         def __exit__(self, *_: object) -> None:
-            nonlocal most, held
-            most, held = max(most, held), 0
+            nonlocal most, held, is_locked
+            most, held, is_locked = max(most, held), 0, False
+
+    def rest(seconds: float) -> None:
+        nonlocal rests
+        rests += seconds > 0 and not is_locked
 
     def worked(function: Any) -> Any:
         def work(*arguments: Any) -> Any:
@@ -550,8 +577,10 @@ def test_management_of_many_rows_keeps_nobody_waiting(
         assert engine.namespaces() == {name_of(ALPHA): (8, 8 * PAGE, 0)}
     assert most == 0
     monkeypatch.setattr(engine.rows, "remove", worked(remove))
+    monkeypatch.setattr("lmcache_connector.storage.engine.time.sleep", rest)
     assert engine.clear_namespace("") == 8
-    assert most == 2
+    # Who has just given a lock back is the first to get it, unless it rests.
+    assert (most, rests) == (2, 4)
 
 
 def test_probing_takes_nothing_and_pins_nothing(open_engine: OpenEngine) -> None:

@@ -27,7 +27,7 @@ from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.storage.tiering import Channel, Tiering, open_tiering
-from lmcache_connector.storage.tiers.base import TierError, header_bytes, value_name
+from lmcache_connector.storage.tiers.base import DroppedError, TierError, header_bytes, value_name
 from lmcache_connector.storage.tiers.memory import MemoryTier
 
 T = TypeVar("T")
@@ -235,6 +235,11 @@ class Bench:
         """What close does first."""
         assert self.engine.tiering is not None
         self.engine.tiering.close()
+
+
+def resume(channel: Channel) -> None:
+    """As if the time had passed for which it is left alone."""
+    channel._suspended_until.update(dict.fromkeys(channel._suspended_until, 0.0))
 
 
 OpenBench = Callable[..., Bench]
@@ -551,6 +556,27 @@ def test_a_value_of_another_length_is_a_miss(bench: OpenBench, stored: Stored, l
     assert b.load("ab") == "b"
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_value_that_cannot_be_read_costs_no_other(
+    bench: OpenBench, stored: Stored, monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+) -> None:
+    """It is removed. One that cannot be removed either makes the tier one to leave alone."""
+    tier = stored("abcd")
+    name, get = value_name(NAME, b"b", "full"), tier.get
+    monkeypatch.setattr(tier, "get", lambda asked, buffers: asked != name and get(asked, buffers))
+
+    def remove(name: str) -> None:
+        raise TierError(f"{name} cannot be removed")
+
+    if is_stuck:
+        monkeypatch.setattr(tier, "remove", remove)
+    b = bench(tier)
+    assert b.load("b") == ""
+    until(lambda: tier.letters() == ("abcd" if is_stuck else "acd"))
+    assert b.load("acd") == ("" if is_stuck else "acd")
+    assert b.counters().errors == is_stuck
+
+
 @pytest.mark.parametrize("error", [TierError("no answer"), ValueError("a bug")])
 @pytest.mark.parametrize("verb", ["contains", "get", "put"])
 def test_errors_are_misses_and_lose_nothing(
@@ -587,7 +613,7 @@ def test_a_tier_that_failed_is_left_alone_for_a_while(
     with monkeypatch.context() as patch:
         patch.setattr(tiering.time, "monotonic", lambda: later)
         assert b.engine.channels[0].is_usable()
-    b.engine.channels[0]._suspended_until = 0.0
+    resume(b.engine.channels[0])
     # What was dropped is written when it is used again.
     assert b.load("abx") == "abx"
     b.wait_written()
@@ -699,6 +725,21 @@ def test_writes_wait_in_at_most_half_of_the_pool_and_stores_never(bench: OpenBen
     assert b.counters().written_bytes == 11 * PAGE
 
 
+def test_a_tier_that_takes_no_more_is_read_all_the_same(bench: OpenBench, stored: Stored) -> None:
+    """One that is full, or read-only: each write that it refuses is one too many."""
+    tier = stored("abcdef")
+    tier.fail["put"] = TierError("no room")
+    b = bench(tier)
+    for count, letter in enumerate("abcdef", 1):
+        b.store(letter.upper())
+        b.wait_written()
+        assert b.counters().dropped_rows == count
+        assert not b.engine.channels[0].is_usable()
+        assert b.load(letter) == letter
+    assert b.counters().errors == tier.calls["put"] == 1
+    assert b.counters().hit_rows == 6
+
+
 def test_a_row_that_a_tier_refused_is_offered_again_when_it_is_used(bench: OpenBench) -> None:
     tier = FakeTier()
     tier.fail["put"] = TierError("no room")
@@ -707,10 +748,32 @@ def test_a_row_that_a_tier_refused_is_offered_again_when_it_is_used(bench: OpenB
     b.wait_written()
     until(lambda: b.counters() == TierCounters(dropped_rows=1, errors=1))
     del tier.fail["put"]
-    b.engine.channels[0]._suspended_until = 0.0
+    resume(b.engine.channels[0])
     assert b.load("a") == "a"
     b.wait_written()
     assert tier.letters() == "a"
+
+
+def test_a_row_that_a_tier_does_not_take_now_is_offered_again_at_its_next_use(
+    bench: OpenBench,
+) -> None:
+    """And the others are written meanwhile: nothing is wrong with the tier."""
+    tier = FakeTier()
+    b = bench(tier)
+    for count, letter in enumerate("abc", 1):
+        tier.fail["put"] = DroppedError("not now")
+        b.store(letter)
+        b.wait_written()
+        assert b.counters().dropped_rows == count
+        assert b.engine.channels[0].is_usable()
+        del tier.fail["put"]
+        b.store(letter.upper())
+        b.wait_written()
+    assert tier.letters() == "ABC"
+    assert b.load("abc") == "abc"
+    b.wait_written()
+    assert tier.letters() == "ABCabc"
+    assert b.counters() == TierCounters(written_bytes=6 * PAGE, dropped_rows=3)
 
 
 def test_a_row_larger_than_half_of_the_pool_is_written_alone(bench: OpenBench) -> None:
@@ -867,6 +930,86 @@ def test_what_is_being_written_is_cleared_too(bench: OpenBench) -> None:
     until(lambda: not house.engine.stats().busy_rows)
     assert tier.letters() == ""
     assert house.find(1, "a") == ""
+
+
+@pytest.mark.parametrize("namespace", [NAME, ""])
+@pytest.mark.parametrize("order", ["answer first", "clear first"])
+def test_what_is_under_way_when_it_is_cleared_does_not_come_in(
+    bench: OpenBench, stored: Stored, namespace: str, order: str
+) -> None:
+    near, far = FakeTier(), stored("abcdef")
+    b = bench(near, far)
+    get, may_answer, has_read = far.get, threading.Event(), threading.Semaphore(0)
+
+    def get_late(name: str, buffers: Sequence[memoryview]) -> bool:
+        found = get(name, buffers)
+        has_read.release()
+        return may_answer.wait(20) and found
+
+    far.get = get_late  # type: ignore[method-assign]
+    # Rows that are being read, that wait for their turn, that are asked for meanwhile; a store.
+    assert b.find(1, "abcde") == "abcde"
+    assert b.find(2, "f") == "f"
+    assert b.session.narrow(1, keys("abcde")) is PENDING
+    assert all(has_read.acquire(timeout=20) for _ in range(4))
+    items = b.session.prepare_store(90, [NewRow(SIZES)], [])
+    far.gates["clear"].clear()
+    b.engine.clear_namespace(namespace)
+    assert b.session.narrow(2, keys("f")) is GONE
+    if order == "clear first":
+        far.gates["clear"].set()
+        until(lambda: not far.letters())
+    may_answer.set()
+    until(lambda: not b.engine._fetches)
+    far.gates["clear"].set()
+    until(lambda: not far.letters())
+    b.session.complete_store(90, [Commit(0, b"x", None, "full", [1, 0])])
+    assert items != [[]]
+    assert b.settled(1, "abcde") is GONE
+    for letter in "abcdefx":
+        assert b.load(letter) == ""
+    b.wait_written()
+    assert (b.used_pages(), near.letters(), far.letters()) == (0, "", "")
+    # What is stored from now on stays.
+    b.store("x")
+    b.wait_written()
+    assert (b.load("x"), near.letters(), far.letters()) == ("x", "x", "x")
+
+
+def test_what_is_asked_for_while_the_pool_is_cleared_does_not_come_in(
+    bench: OpenBench, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = stored("ab")
+    b = bench(tier)
+    other = b.open_session(OTHER)
+    b.store("xy", other)
+    b.store("z")
+    b.wait_written()
+    assert b.find(1, "ab") == "ab"
+    clear = tier.clear
+
+    def cleared(namespace: str) -> None:
+        assert b.settled(1, "ab") is GONE
+        clear(namespace)
+
+    assert b.engine.tiering is not None
+    queue_clear = b.engine.tiering.clear
+
+    def clear_at_last(namespace: str) -> None:
+        assert b.settled(1, "ab") is GONE
+        queue_clear(namespace)
+
+    monkeypatch.setattr(tier, "clear", cleared)
+    monkeypatch.setattr(b.engine.tiering, "clear", clear_at_last)
+    assert b.engine.clear_namespace(NAME) == 1
+    until(lambda: tier.letters() == "")
+    until(lambda: not b.engine.channels[0].clears[0])
+    assert b.there("abz") == ""
+    # Others are served again.
+    assert b.there("xy") == "xy"
+    b.store("a")
+    b.wait_written()
+    assert b.load("a") == "a"
 
 
 def test_clear_of_a_session_leaves_tiers_as_they_are(bench: OpenBench, stored: Stored) -> None:

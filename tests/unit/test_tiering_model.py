@@ -79,7 +79,7 @@ class ChannelByHand(Channel):
         self.clears = [0, 0]
         self.is_down = False
 
-    def is_usable(self) -> bool:
+    def is_usable(self, work: Work = "write") -> bool:
         return not self.is_down
 
     def submit(self, job: Job, work: Work) -> bool:

@@ -38,6 +38,10 @@ class TierError(ConnectorError):
     """A tier could not do as asked: no answer, no room, no permission. Never "not there"."""
 
 
+class DroppedError(TierError):
+    """A value is not taken now, and nothing is wrong."""
+
+
 class TierUrl(msgspec.Struct, frozen=True):
     """``scheme://host/path?options``; it holds no credentials and may be logged."""
 
@@ -70,8 +74,9 @@ class Tier(Protocol):
         """By name, whether it is there; one round trip for all of them. A hint."""
 
     def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
-        """Fill the writable ``buffers`` with the value, in order. False when it is not there or
-        its length is another than theirs together; what they hold then means nothing."""
+        """Fill the writable ``buffers`` with the value, in order. False when it is not there, its
+        length is another than theirs together, or it alone cannot be read: its reader removes
+        it. What the buffers hold then means nothing."""
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         """Store ``buffers`` as one value, visible to readers as a whole or not at all."""

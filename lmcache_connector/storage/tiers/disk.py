@@ -12,6 +12,7 @@ below N times ``max_size``.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -20,14 +21,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from errno import EDQUOT, EEXIST, EIO, EISDIR, ELOOP, ENOENT, ENOSPC, ENOTDIR, ENXIO, ESTALE
 from urllib.parse import unquote
 
 from lmcache_connector.config import parse_size
 from lmcache_connector.errors import ConfigError
+from lmcache_connector.storage.tiers import base
 from lmcache_connector.storage.tiers.base import NAME, TierError, TierStats, TierUrl, take_options
 
-_ABSENT = (ENOENT, ENOTDIR, ELOOP, ENXIO, EISDIR, ESTALE)  # nothing lies there, or no file
+# Nothing lies there, or no file; and what is perhaps wrong with one file alone.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE)
+_DAMAGED = (errno.EACCES, errno.EBADMSG, errno.EIO, errno.EPERM, errno.EUCLEAN)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a fifo does not block
 _BLOCK = 4096
 
@@ -85,7 +88,7 @@ class DiskTier:
                     with suppress(OSError):  # the order after a restart, no more
                         os.utime(file.fileno())
         except OSError as error:
-            if error.errno in _ABSENT:
+            if error.errno in (*_ABSENT, *_DAMAGED):
                 return False
             raise TierError(f"file://: {name} cannot be read: {error}") from error
         with suppress(KeyError):
@@ -96,7 +99,7 @@ class DiskTier:
         size = sum(map(len, buffers))
         room = (size // _BLOCK + 2) * _BLOCK
         if self._max_bytes and not self._walked.wait(timeout=1):
-            return  # dropped, as what is stored and evicted at once
+            raise base.DroppedError(f"file://{self._root}: what lies there is still being counted")
         with self._lock:
             if room <= self._limit:
                 self._evict(self._used + room - self._limit)
@@ -108,8 +111,9 @@ class DiskTier:
                 try:
                     return self._write(name, buffers, size)
                 except OSError as error:
-                    is_full = error.errno in (ENOSPC, EDQUOT)
-                    if is_last or not (is_full or error.errno in (ENOENT, EEXIST)):  # folder gone
+                    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                    is_gone = error.errno in (errno.ENOENT, errno.EEXIST)  # its folder
+                    if is_last or not (is_full or is_gone):
                         raise TierError(f"file://: {name} cannot be written: {error}") from error
                     self._evict(room if is_full and self._max_bytes else 0)
         finally:
@@ -144,7 +148,7 @@ class DiskTier:
         assert NAME.fullmatch(name), name
         folder = f"{self._root}/{name[:19]}"
         if any(map(os.path.islink, (folder, folder[:-3], self._tmp))):
-            raise OSError(ELOOP, "a folder is a symbolic link", folder)
+            raise OSError(errno.ELOOP, "a folder is a symbolic link", folder)
         return folder + name[16:]
 
     def _find(self, name: str) -> tuple[float, str, int] | None:
@@ -164,7 +168,7 @@ class DiskTier:
                 file.writelines(buffers)
             found = os.lstat(temporary)
             if found.st_size != size:
-                raise OSError(EIO, f"{found.st_size} of {size} bytes were written")
+                raise OSError(errno.EIO, f"{found.st_size} of {size} bytes were written")
             cost = max(size, found.st_blocks * 512) + _BLOCK
             with self._lock:
                 for folder in (name[:16], name[:19]):

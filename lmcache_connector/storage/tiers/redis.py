@@ -64,6 +64,14 @@ class _Connection(redis.Connection):
         self.socket_connect_timeout = self.socket_timeout = _call.time_left()
         return _Socket(super()._connect())  # type: ignore[no-untyped-call]
 
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        try:
+            super().on_connect_check_health(check_health)
+        except (RedisError, *_NONSENSE) as error:
+            # A server's own words may quote AUTH, or parts of it.
+            error.args = ("it does not let us in: check the credentials and the database",)
+            raise
+
 
 class _TlsConnection(_Connection, redis.SSLConnection):
     pass
@@ -75,14 +83,14 @@ class RedisTier:
     def __init__(self, url: base.TierUrl) -> None:
         options: Any = base.take_options(url, _PARSERS)
         cluster = options.get("cluster", False)
-        self._secret = os.environ.get("LMCACHE_REDIS_PASSWORD")
+        secret = os.environ.get("LMCACHE_REDIS_PASSWORD")
         file = os.environ.get("LMCACHE_REDIS_PASSWORD_FILE")
         try:
             database, named = int(url.path.strip("/") or 0), urlsplit(url.text)
             if not named.hostname or named.port == 0 or (database and cluster):
                 raise ValueError(f"it must be {url.scheme}://host:port/N, N = 0 in a cluster")
             if file:
-                self._secret = Path(file).read_text(errors="replace").strip()
+                secret = Path(file).read_text(errors="replace").strip()
         except (ValueError, OSError) as error:
             raise ConfigError([f"tiers: {url.text}: {error}"]) from None
         self._where, self._timeout = url.text, options.get("timeout", 5.0)
@@ -92,7 +100,7 @@ class RedisTier:
             "protocol": 2,  # in 3 servers may speak unasked
             "retry": Retry(NoBackoff(), 1, (redis.ConnectionError,)),
             "username": os.environ.get("LMCACHE_REDIS_USERNAME"),
-            "password": self._secret,
+            "password": secret,
         } | ({} if cluster else {"db": database})
         kind: Any = redis.RedisCluster if cluster else redis.Redis
         self._connect = partial(kind.from_url, f"redis://{url.host}", **arguments)
@@ -109,8 +117,7 @@ class RedisTier:
             if isinstance(error, RedisClusterException):
                 self._client = None  # nodes may all have moved: begin anew with the URL's host
             text = f"{self._where}: {name}: {type(error).__name__}: {error}"
-            # A server may quote the command that it did not like: AUTH.
-            raise base.TierError(text.replace(self._secret or "\n", "***")[:400]) from None
+            raise base.TierError(text[:400]) from None
 
     def register(self, memory: memoryview) -> None:
         pass
@@ -120,8 +127,13 @@ class RedisTier:
             return [reply == 1 for reply in _pipeline(client, "EXISTS", map(_key, names))]
 
     def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
+        value = None
         with self._call("get") as client:
-            value = client.get(_key(name))
+            try:
+                value = client.get(_key(name))
+            except redis.ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
         if not isinstance(value, bytes) or len(value) != sum(map(len, buffers)):
             return False
         start = 0
