@@ -6,7 +6,7 @@ VLLM ?= 0.30.0
 GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test chaos fuzz soak test-matrix bench gpu-test test-vllm clean
+.PHONY: help venv demo check test chaos fuzz soak test-matrix bench gpu-test test-vllm test-omni clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ test-vllm: ## the oracle on another vLLM, in an environment of its own: VLLM=0.3
 	.venv-vllm-$(VLLM)/bin/python -m pytest tests/e2e/test_view.py tests/e2e/test_families.py \
 	  -k 'view or gemma3 or gptoss or qwen3next or deepseek'
 
+test-omni: ## vLLM-Omni's runner with this connector's rows, in an environment of its own (2 minutes)
+	@scripts/setup_omni_venv.sh
+	.venv-omni/bin/python -m pytest tests/omni
+
 clean: ## remove all that make has made, environments and models too
-	rm -rf .venv .venv-lmcache .venv-vllm-* .cache build dist demo-out *.egg-info .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-lmcache .venv-omni .venv-vllm-* .cache build dist demo-out *.egg-info .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -69,9 +71,8 @@ class Config(msgspec.Struct, frozen=True):
     @property
     def tier_urls(self) -> tuple[str, ...]:
         """All tiers, nearest first."""
-        first = (self.local_disk,) if self.local_disk else ()
-        last = (self.remote_url,) if self.remote_url else ()
-        return (*first, *self.tiers, *last)
+        urls = (self.local_disk, *self.tiers, self.remote_url)
+        return tuple(url for url in urls if url is not None)
 
 
 class LoadedConfig(NamedTuple):
@@ -89,17 +90,28 @@ class RequestParams(msgspec.Struct, frozen=True):
     max_offload_tokens: int | None
 
 
+def _show(value: object, none: str = "none") -> str:
+    if value is None or value == ():
+        return none
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class Option(NamedTuple):
     """One key. ``parse`` takes JSON, YAML or environment values and raises ValueError with what
     it expected; ``show`` is its inverse for logs."""
 
     name: str
-    # Attribute of Config.
-    field: str
     default: object
     parse: Callable[[object], object]
-    show: Callable[[object], str]
     help: str
+    show: Callable[[object], str] = _show
+
+    @property
+    def field(self) -> str:
+        """Attribute of Config, which holds sizes in bytes."""
+        return self.name.replace("cpu_size", "cpu_bytes")
 
 
 def parse_tokens(value: object) -> int:
@@ -142,24 +154,19 @@ def _parse_hidden_dtype(value: object) -> str:
 
 
 def _parse_chunk_size(value: object) -> int:
-    try:
-        tokens = parse_tokens(value)
-    except ValueError:
-        tokens = 0
-    if tokens == 0:
-        raise ValueError('expected a whole number of tokens above 0, or "auto"')
-    return tokens
+    with suppress(ValueError):
+        if tokens := parse_tokens(value):
+            return tokens
+    raise ValueError('expected a whole number of tokens above 0, or "auto"')
 
 
 def _parse_seconds(value: object) -> float:
-    try:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError
-        seconds = float(value.removesuffix("s") if isinstance(value, str) else value)
-        if not 0 < seconds < math.inf:
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise ValueError("expected a number of seconds above 0, such as 2.5") from None
+    seconds = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            seconds = float(value.removesuffix("s") if isinstance(value, str) else value)
+    if not 0 < seconds < math.inf:
+        raise ValueError("expected a number of seconds above 0, such as 2.5")
     return seconds
 
 
@@ -214,15 +221,6 @@ def _or_none(word: str, parse: Callable[[object], _T]) -> Callable[[object], _T 
     return parse_optional
 
 
-def _show(value: object) -> str:
-    text = "none" if value is None else str(value)
-    return text.lower() if isinstance(value, bool) else text
-
-
-def _show_chunk_size(value: object) -> str:
-    return "auto" if value is None else str(value)
-
-
 def _show_size(value: object) -> str:
     if not isinstance(value, int):
         return "none"
@@ -232,156 +230,125 @@ def _show_size(value: object) -> str:
     return f"{value}B"
 
 
-def _show_seconds(value: object) -> str:
-    return f"{value:g}s"
-
-
 OPTIONS = (
     Option(
         "chunk_size",
-        "chunk_size",
         None,
         _or_none("auto", _parse_chunk_size),
-        _show_chunk_size,
         "Tokens per cached chunk. `auto`: 256 rounded up to the smallest multiple that the "
         "model's block sizes allow. An illegal value is refused and the legal one named.",
+        show=partial(_show, none="auto"),
     ),
     Option(
         "max_local_cpu_size",
-        "max_local_cpu_bytes",
         4,
         parse_size,
-        _show_size,
         "CPU memory of the KV pool: a number of GiB, or text such as `512MiB`. Per engine core "
         "(data-parallel rank), all its tensor- and pipeline-parallel ranks together.",
+        show=_show_size,
     ),
     Option(
         "save_decode_cache",
-        "save_decode_cache",
         False,
         _parse_bool,
-        _show,
         "`true`: also store the KV of generated tokens, not only of prompts.",
     ),
     Option(
         "server",
-        "server",
         None,
         _or_none("none", parse_endpoint),
-        _show,
         "Socket of a shared cache server on this host, such as `ipc:///run/lmcache/kv`; `none`: "
         "the engine has a pool of its own.",
     ),
     Option(
         "tiers",
-        "tiers",
         (),
         _parse_urls,
-        lambda urls: ",".join(map(str, urls)) if isinstance(urls, tuple) and urls else "none",
         "Storage behind the pool, nearest first: a list of URLs (`file:`, `redis:`, `s3:`, `gs:`, "
         "`az:`, `mooncake:`). With `server` they are given to the server.",
     ),
     Option(
         "local_disk",
-        "local_disk",
         None,
         _or_none("none", parse_url),
-        _show,
         "One more tier, before the others; LMCache's name for it.",
     ),
     Option(
         "remote_url",
-        "remote_url",
         None,
         _or_none("none", parse_url),
-        _show,
         "One more tier, behind the others; LMCache's name for it.",
     ),
     Option(
         "load_timeout",
-        "load_timeout",
         10,
         _parse_seconds,
-        _show_seconds,
         "Seconds until a load that has not started is given up and its tokens are recomputed.",
+        show="{:g}s".format,
     ),
     Option(
-        "lookup_timeout",
         "lookup_timeout",
         2,
         _parse_seconds,
-        _show_seconds,
         "Seconds that a request may wait for the answer of a slow storage tier; then it is a miss.",
+        show="{:g}s".format,
     ),
     Option(
         "fail_on_load_error",
-        "fail_on_load_error",
         False,
         _parse_bool,
-        _show,
         "`true`: leave vLLM's own `kv_load_failure_policy` in force, which may fail the request. "
         "`false`: a failed load is recomputed.",
     ),
     Option(
         "min_hit_tokens",
-        "min_hit_tokens",
         0,
         parse_tokens,
-        _show,
         "Hits of fewer tokens are not loaded. A request may set it in `kv_transfer_params`.",
     ),
     Option(
         "max_offload_tokens",
-        "max_offload_tokens",
         None,
         _or_none("none", parse_tokens),
-        _show,
         "Only the first so many tokens of a request are stored; `none`: all. A request may set "
         "it in `kv_transfer_params`.",
     ),
     Option(
         "enable_hidden_state_cache",
-        "enable_hidden_state_cache",
         False,
         _parse_bool,
-        _show,
         "`true`: hidden states are kept too, by `hidden_state_store`; else that is `None`.",
     ),
     Option(
         "max_hidden_state_cpu_size",
-        "max_hidden_state_cpu_bytes",
         None,
         _or_none("none", parse_size),
-        _show_size,
         "CPU memory of their pool, beside that of the KV. With `server` it is given to the server.",
+        show=_show_size,
     ),
     Option(
-        "hidden_state_layers",
         "hidden_state_layers",
         None,
         _or_none("all", _parse_layers),
-        lambda layers: ",".join(map(str, layers)) if isinstance(layers, tuple) else "all",
         "Layers to store the rows of. A prefix is a hit only as far as it has those of all of "
         "them. `all`: whatever is given, and KV alone is a hit.",
+        show=partial(_show, none="all"),
     ),
     Option(
         "hidden_state_dtype",
-        "hidden_state_dtype",
         "native",
         _parse_hidden_dtype,
-        _show,
         "`native`: hidden states are kept in the dtype they are given in; `float32`: converted.",
     ),
     Option(
         "extract_hidden_states",
-        "extract_hidden_states",
         {},
         _parse_mapping,
-        json.dumps,
         "Files of the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
         "`shared_storage_path` (required), `include_output_tokens`, `layers`, `opt_in`, "
         "`max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, `use_synchronization_lock`, "
         "`allow_custom_save_path`; `{}`: no files.",
+        show=json.dumps,
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
@@ -480,12 +447,11 @@ def _read_yaml(path: str, problems: list[str]) -> dict[str, object]:
             "file or the variable, or unset it."
         )
         return {}
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if isinstance(content, dict):
+        return content
+    if content is not None:
         problems.append(f"{path} holds no mapping: write one `key: value` per line.")
-        return {}
-    return content
+    return {}
 
 
 def _unread_variables(environ: Mapping[str, str]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_connector import vllm_view
+from lmcache_connector.config import load_config
 
 vllm_view.require_vllm()
 
@@ -54,6 +56,13 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """It does not. With CUDA graphs vLLM asks before it loads the model: raises ConfigError for
+        a mistake that would be told minutes later."""
+        load_config(extra_config, os.environ)
+        return False
 
     @property
     def scheduler_side(self) -> SchedulerSide:

@@ -13,7 +13,7 @@ GAUGES = frozenset({"pool_used_bytes", "pool_capacity_bytes"})
 
 class Counters(msgspec.Struct, omit_defaults=True):
     """What happened since the last ``take``. Used by one thread. Dicts are by object group tag or,
-    where the name begins with "tier_", by tier.
+    where the name begins with "tier_", by tier, unless they say by what.
 
     The scheduler side counts requests, tokens and rows once; every rank counts the bytes and
     seconds of its own copies.
@@ -44,6 +44,12 @@ class Counters(msgspec.Struct, omit_defaults=True):
     tier_dropped_rows: dict[str, int] = {}
     tier_corrupt_rows: dict[str, int] = {}
     tier_errors: dict[str, int] = {}
+    # Chunks of hidden states, counted by layer, by what became of them: "stored", "dropped",
+    # "not_finite", "read", "corrupt".
+    hidden_chunks: dict[str, int] = {}
+    # Exports by whether they were "written" or "refused", and the bytes of rows written.
+    exports: dict[str, int] = {}
+    export_bytes: int = 0
     pool_used_bytes: int | None = None
     pool_capacity_bytes: int | None = None
     # Worker side.

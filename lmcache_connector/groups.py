@@ -126,7 +126,7 @@ def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class KVLayerGroupInfo(msgspec.Struct, frozen=True):
+class KVLayerGroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel group, derived from the real tensors.
 
     The eight shape fields are kv_size, nl, nb, bs, nh, hs, element_size, block_stride_elems.
@@ -135,9 +135,10 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     """
 
     engine_group_idx: int
-    layer_indices: tuple[int, ...]
+    # Neither layers nor runs: what one layer has in common with others (see ``identity``).
+    layer_indices: tuple[int, ...] = ()
     kv_size: int
-    nl: int
+    nl: int = 0
     nb: int
     bs: int
     nh: int
@@ -154,8 +155,8 @@ class KVLayerGroupInfo(msgspec.Struct, frozen=True):
     rule: ReuseRule
     num_shards: int
     # One block of the whole group is num_runs contiguous runs of run_bytes each.
-    num_runs: int
-    run_bytes: int
+    num_runs: int = 0
+    run_bytes: int = 0
     # Digest of which part of which layer stands where in a block of an object.
     content_order: str = ""
     extra_object_group_tag: int = 0
@@ -190,7 +191,6 @@ class ObjectGroup(msgspec.Struct, frozen=True):
     num_shards: int
     # Indices into WorkerGeometry.kernel_groups of the rank that this was built for.
     kernel_groups: tuple[int, ...]
-    engine_groups: tuple[int, ...]
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -198,8 +198,7 @@ class Region(msgspec.Struct, frozen=True):
 
     kernel_group: int
     offset: int
-    # First block of the chunk that is kept, and how many are: always the chunk's last ones.
-    first_block: int
+    # How many of the chunk's blocks are kept: always the last ones.
     num_blocks: int
     block_bytes: int
 
@@ -246,9 +245,6 @@ class WorkerGeometry(msgspec.Struct, frozen=True):
                 rule=rule,
                 num_shards=num_shards,
                 kernel_groups=tuple(members),
-                engine_groups=tuple(
-                    sorted({self.kernel_groups[index].engine_group_idx for index in members})
-                ),
             )
             for (rule, num_shards, extra_tag), members in buckets.items()
         ]
@@ -264,13 +260,12 @@ class WorkerGeometry(msgspec.Struct, frozen=True):
         offset = 0
         for index in group.kernel_groups:
             kernel_group = self.kernel_groups[index]
-            first_block, num_blocks = stored_blocks(
+            num_blocks = num_stored_blocks(
                 group.rule, kernel_group.tokens_per_block, self.chunk_tokens, end_tokens
             )
-            if num_blocks == 0:
-                continue
-            regions.append(Region(index, offset, first_block, num_blocks, kernel_group.block_bytes))
-            offset += num_blocks * kernel_group.block_bytes
+            if num_blocks:
+                regions.append(Region(index, offset, num_blocks, kernel_group.block_bytes))
+                offset += num_blocks * kernel_group.block_bytes
         return ObjectLayout(tuple(regions), offset)
 
     def fingerprint(self) -> str:
@@ -293,21 +288,16 @@ def object_group_tag(rule: ReuseRule, num_shards: int, tp_size: int, extra_tag: 
 
 
 @lru_cache(maxsize=4096)
-def stored_blocks(
+def num_stored_blocks(
     rule: ReuseRule, tokens_per_block: int, chunk_tokens: int, end_tokens: int
-) -> tuple[int, int]:
-    """(first block inside the chunk, number of blocks) that the chunk's object keeps.
+) -> int:
+    """How many blocks the object of the chunk that ends at ``end_tokens`` keeps: its last ones.
 
-    Always the last blocks of the chunk; (0, 0) where nothing is ever asked.
+    0 where nothing is ever asked.
     """
-    blocks_per_chunk = chunk_tokens // tokens_per_block
     if rule.kind is ReuseKind.STATE:
-        return blocks_per_chunk - 1, 1
-    tail = min(chunk_tokens, rule.history_tokens(end_tokens))
-    if tail == 0:
-        return 0, 0
-    first_block = (chunk_tokens - tail) // tokens_per_block
-    return first_block, blocks_per_chunk - first_block
+        return 1
+    return -(-min(chunk_tokens, rule.history_tokens(end_tokens)) // tokens_per_block)
 
 
 def group_layers_by_identity(
@@ -341,21 +331,13 @@ def expand_engine_block_ids(
     Raises:
         ValueError: fewer lists than engine groups, or several where there are no infos.
     """
-    is_flat = bool(block_ids) and isinstance(block_ids[0], int)
-    per_group = cast("list[Sequence[int]]", [block_ids] if is_flat else list(block_ids))
+    is_flat = not block_ids or isinstance(block_ids[0], int)
+    per_group = cast("list[Sequence[int]]", [block_ids] if is_flat else block_ids)
     expected = num_engine_groups(infos)
-    if len(per_group) < expected:
-        if not per_group and expected == 1:
-            per_group = [[]]
-        else:
-            raise ValueError(
-                f"{len(per_group)} block id lists were given for {expected} engine groups"
-            )
-    if not infos:
-        if len(per_group) > 1:
-            raise ValueError(f"{len(per_group)} block id lists were given for one plain group")
-        return [list(per_group[0])]
-    return [list(per_group[info.engine_group_id]) for info in infos]
+    if len(per_group) < expected or (not infos and len(per_group) > 1):
+        raise ValueError(f"{len(per_group)} block id lists were given for {expected} engine groups")
+    group_ids = [info.engine_group_id for info in infos] or [0]
+    return [list(per_group[group_id]) for group_id in group_ids]
 
 
 def get_engine_group_indices(infos: Sequence[EngineGroupInfo], num_layers: int) -> list[int]:
@@ -410,15 +392,12 @@ def slice_block_ids_per_group(
     result: list[list[int]] = []
     for group_id, ids in enumerate(block_ids):
         size = tokens_per_block[group_id]
-        if size == 0:
-            result.append([])
-            continue
-        if start_tokens % size or end_tokens % size:
+        if size and (start_tokens % size or end_tokens % size):
             raise ValueError(
                 f"token range {start_tokens}..{end_tokens} is not aligned to the "
                 f"{size}-token blocks of engine group {group_id}"
             )
-        result.append(list(ids[start_tokens // size : end_tokens // size]))
+        result.append(list(ids[start_tokens // size : end_tokens // size]) if size else [])
     return result
 
 

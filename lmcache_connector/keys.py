@@ -8,6 +8,7 @@ has a fixed length and ``extra_i`` is tagged, so that no two inputs read alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -17,6 +18,8 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
+
+import msgspec
 
 # Enters every key. Raise it when the same key could mean other bytes than before.
 FORMAT_VERSION = 1
@@ -35,8 +38,16 @@ _MIB = 1 << 20
 _WHOLE_FILE_BYTES = 64 * _MIB
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+_WHOLE_TENSOR_BYTES = 1 << 16
 # safetensors itself refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
+
+
+class _TensorInfo(msgspec.Struct):
+    """One entry of a safetensors header; its metadata has no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
 
 Tokens = Callable[[int, int], Sequence[int]]
 Extra = Callable[[int, int], object | None]
@@ -204,6 +215,13 @@ def adapter_digest(path: str) -> str:
     return _digest_files(paths)
 
 
+def adapter_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times (ns) of the files in a LoRA adapter's directory: other ones mean that
+    its digest may be another. Raises OSError as ``adapter_digest`` does."""
+    facts = [(name, os.stat(name)) for name in _files_of(os.path.expanduser(path))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
+
+
 def _files_of(directory: str) -> list[str]:
     with os.scandir(directory) as entries:
         return sorted(entry.path for entry in entries if entry.is_file())
@@ -212,8 +230,9 @@ def _files_of(directory: str) -> list[str]:
 def _digest_files(paths: Sequence[str]) -> str:
     """Hex digest over name, size and content; samples of the content where a file is large.
 
-    A large file gives its first MiB (for safetensors the whole header), its last MiB and evenly
-    spaced pages between, so that a change of some layers only is seen too.
+    A large file gives its first MiB (for safetensors the whole header), its last MiB, evenly
+    spaced pages between and, for safetensors, a page of each tensor and all of small ones: a
+    change of some layers, or of norms only, is seen too.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -226,6 +245,18 @@ def _digest_files(paths: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+def _of_each_tensor(header: bytes) -> Iterator[tuple[int, int]]:
+    """A page in the middle of each tensor of a safetensors file, and all of one that is small."""
+    with contextlib.suppress(ValueError):
+        tensors = msgspec.json.decode(header, type=dict[str, _TensorInfo])
+        for begin, end in sorted(info.data_offsets for info in tensors.values()):
+            first = 8 + len(header) + begin
+            if end - begin <= _WHOLE_TENSOR_BYTES:
+                yield first, end - begin
+            else:
+                yield first + (end - begin) // 2, _SAMPLE_BYTES
+
+
 def _ranges_to_read(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, int]]:
     if size <= _WHOLE_FILE_BYTES:
         yield from ((offset, _MIB) for offset in range(0, size, _MIB))
@@ -234,6 +265,7 @@ def _ranges_to_read(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int,
     if path.endswith(".safetensors"):
         (header_bytes,) = struct.unpack("<Q", file.read(8))
         head = max(head, min(8 + header_bytes, _MAX_HEADER_BYTES, size - _MIB))
+        yield from _of_each_tensor(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
     yield 0, head
     step = (size - head - _MIB) // _SAMPLES
     yield from ((head + index * step, _SAMPLE_BYTES) for index in range(_SAMPLES))

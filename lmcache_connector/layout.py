@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from lmcache_connector.errors import GeometryError
 from lmcache_connector.groups import (
+    ObjectGroup,
     ReuseKind,
     ReuseRule,
     WorkerGeometry,
-    stored_blocks,
+    num_stored_blocks,
     validate_geometry,
 )
 from lmcache_connector.storage.base import GroupShards
@@ -30,12 +32,10 @@ class GroupLayout:
         self.tokens_per_block: dict[int, int] = {}
         # Rank -> the shard that it stores.
         self.owned_shard: dict[int, int] = {}
-        self._owners: dict[int, WorkerGeometry] = {}
-        self._sizes: dict[int, list[int]] = {}
+        self._owners: dict[int, tuple[WorkerGeometry, ObjectGroup]] = {}
 
-    def add_rank(self, geometry: WorkerGeometry) -> None:
-        """Account for a rank that holds layers of this group."""
-        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
+    def add_rank(self, geometry: WorkerGeometry, group: ObjectGroup) -> None:
+        """Account for a rank that holds layers of this group, which is ``group`` there."""
         for index in group.kernel_groups:
             kernel_group = geometry.kernel_groups[index]
             engine_group = kernel_group.engine_group_idx
@@ -48,26 +48,9 @@ class GroupLayout:
         if geometry.owns_shard_of(group):
             shard = geometry.shard_of(group)
             self.owned_shard[geometry.rank] = shard
-            self._owners[shard] = geometry
+            self._owners[shard] = geometry, group
 
-    def shard_bytes(self, end_tokens: int) -> list[int]:
-        """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
-        # Only an attention chunk makes the kept tail depend on the position.
-        key = end_tokens % self.rule.tokens if self.rule.kind is ReuseKind.CHUNKED else 0
-        sizes = self._sizes.get(key)
-        if sizes is None:
-            sizes = self._sizes[key] = [
-                self._object_bytes(shard, end_tokens) for shard in range(self.num_shards)
-            ]
-        return sizes
-
-    def _object_bytes(self, shard: int, end_tokens: int) -> int:
-        geometry = self._owners.get(shard)
-        if geometry is None:
-            return 0  # a pipeline stage without layers of this group
-        group = next(g for g in geometry.object_groups() if g.tag == self.tag)
-        return geometry.object_layout(group, end_tokens).nbytes
-
+    @cached_property
     def sizes_by_position(self) -> list[list[int]]:
         """``shard_bytes`` of the chunks of a prompt, up to where they repeat."""
         period = 1
@@ -79,14 +62,27 @@ class GroupLayout:
                     f"{self.tag}: objects repeat only after {period} chunks of "
                     f"{self.chunk_tokens} tokens; choose a chunk_size that divides their chunks"
                 )
-        return [self.shard_bytes((chunk + 1) * self.chunk_tokens) for chunk in range(period)]
+        ends = range(self.chunk_tokens, period * self.chunk_tokens + 1, self.chunk_tokens)
+        shards = range(self.num_shards)
+        return [[self._object_bytes(shard, end) for shard in shards] for end in ends]
+
+    def shard_bytes(self, end_tokens: int) -> list[int]:
+        """Bytes of the object of the chunk that ends at ``end_tokens``, by shard."""
+        sizes = self.sizes_by_position
+        return sizes[(end_tokens // self.chunk_tokens - 1) % len(sizes)]
+
+    def _object_bytes(self, shard: int, end_tokens: int) -> int:
+        if shard not in self._owners:
+            return 0  # a pipeline stage without layers of this group
+        geometry, group = self._owners[shard]
+        return geometry.object_layout(group, end_tokens).nbytes
 
     def kept_blocks(self, engine_group: int, end_tokens: int) -> range:
         """Positions in the engine group's block table that the chunk's object keeps."""
         tokens_per_block = self.tokens_per_block[engine_group]
-        first, count = stored_blocks(self.rule, tokens_per_block, self.chunk_tokens, end_tokens)
-        start = (end_tokens - self.chunk_tokens) // tokens_per_block + first
-        return range(start, start + count)
+        count = num_stored_blocks(self.rule, tokens_per_block, self.chunk_tokens, end_tokens)
+        end = end_tokens // tokens_per_block
+        return range(end - count, end)
 
 
 class CacheLayout:
@@ -120,12 +116,12 @@ class CacheLayout:
                     f"of {self.chunk_tokens}"
                 )
             for group in geometry.object_groups():
-                layout = groups.get(group.tag)
-                if layout is None:
+                if group.tag not in groups:
                     num_shards = group.num_shards * geometry.pp_size
-                    layout = GroupLayout(group.tag, group.rule, num_shards, self.chunk_tokens)
-                    groups[group.tag] = layout
-                layout.add_rank(geometry)
+                    groups[group.tag] = GroupLayout(
+                        group.tag, group.rule, num_shards, self.chunk_tokens
+                    )
+                groups[group.tag].add_rank(geometry, group)
         self.groups = tuple(groups[tag] for tag in sorted(groups))
         self.by_tag = groups
         self.fingerprints = tuple(geometry.fingerprint() for geometry in ordered)
@@ -133,10 +129,10 @@ class CacheLayout:
     def shards(self) -> list[GroupShards]:
         """The groups as the store sees them."""
         return [
-            GroupShards(group.tag, group.sizes_by_position(), group.rule.kind is ReuseKind.FULL)
+            GroupShards(group.tag, group.sizes_by_position, group.rule.kind is ReuseKind.FULL)
             for group in self.groups
         ]
 
     def largest_row_bytes(self) -> int:
         """Bytes of the largest (chunk, object group), all shards together."""
-        return max(sum(sizes) for group in self.groups for sizes in group.sizes_by_position())
+        return max(sum(sizes) for group in self.groups for sizes in group.sizes_by_position)

@@ -106,6 +106,8 @@ class StepMeta(msgspec.Struct, array_like=True):
     loads: list[LoadOp] = []
     extract: ExtractStep | None = None
     hidden: HiddenRef | None = None
+    # Request id -> cache salt, of requests whose first step this is.
+    salts: dict[str, str] = {}
 
 
 class StoreReport(msgspec.Struct, frozen=True, array_like=True):
@@ -142,6 +144,3 @@ class WorkerMeta(msgspec.Struct, array_like=True):
             loads=self.loads + other.loads,
             geometries=self.geometries + other.geometries,
         )
-
-    def is_empty(self) -> bool:
-        return not (self.stores or self.loads or self.geometries)

@@ -39,8 +39,7 @@ def parse_kvcache_shape_spec(text: str) -> tuple[KVCacheShape, ...]:
                 f"cannot read {part.strip()!r}: expected (kv_size,blocks,block_size,heads,"
                 "head_size):dtype:layers, for example (2,1024,16,8,128):float16:30"
             ) from None
-        numbers = (kv_size, nb, bs, nh, hs, shape.num_layers)
-        if min(numbers) <= 0 or kv_size > 2 or not shape.dtype:
+        if min(kv_size, nb, bs, nh, hs, shape.num_layers) <= 0 or kv_size > 2 or not shape.dtype:
             raise ValueError(f"{part.strip()!r}: sizes must be positive and kv_size 1 or 2")
         shapes.append(shape)
     return tuple(shapes)

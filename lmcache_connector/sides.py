@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from lmcache_connector import __version__, vllm_faults, vllm_request, vllm_view
-from lmcache_connector.chunk_size import choose_chunk_size
+from lmcache_connector import (
+    __version__,
+    omni_stage,
+    vllm_engine,
+    vllm_faults,
+    vllm_request,
+    vllm_view,
+)
 from lmcache_connector.config import (
-    Config,
-    LoadedConfig,
     RequestParams,
     describe,
-    load_config,
     parse_request_params,
 )
 from lmcache_connector.counters import Counters
-from lmcache_connector.errors import ConfigError, StartupError
-from lmcache_connector.groups import EngineGroupSpec, WorkerGeometry
+from lmcache_connector.errors import StartupError
+from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.hidden_states.extract import Extractor
-from lmcache_connector.hidden_states.rows import Layer
-from lmcache_connector.hidden_states.settings import ExtractSettings, parse_settings
 from lmcache_connector.hidden_states.store import HiddenStateStore
 from lmcache_connector.keys import UNRESOLVED_PREFIX, TokenDatabase, namespace_digest
 from lmcache_connector.layout import CacheLayout
@@ -36,10 +38,10 @@ from lmcache_connector.scheduler.scheduler import CacheScheduler
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.server.embedded import EmbeddedStore
 from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCache
-from lmcache_connector.server.sockets import hidden_endpoint, memory_path, socket_path_for
+from lmcache_connector.server.sockets import hidden_endpoint, memory_path
 from lmcache_connector.server.store_client import StoreClient
-from lmcache_connector.storage.base import GroupShards
-from lmcache_connector.storage.pool import check_memory_budget, check_pool_size
+from lmcache_connector.setup import Setup
+from lmcache_connector.storage.pool import check_pool_size
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
@@ -48,6 +50,7 @@ from lmcache_connector.worker.worker import CacheWorker, device_of
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -59,69 +62,12 @@ logger = init_logger(__name__)
 _ATTACH_SECONDS = 10.0
 
 
-class _Setup:
-    """What both sides derive from vLLM's configuration, all problems found at once."""
-
-    def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, owns_pool: bool
-    ) -> None:
-        problems = vllm_view.config_problems(vllm_config)
-        loaded: LoadedConfig | None = None
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        try:
-            loaded = load_config(extra, os.environ)
-        except ConfigError as error:
-            problems.extend(error.problems)
-        groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
-        problems.extend(group_problems)
-        if loaded is not None and loaded.config.save_decode_cache:
-            problems.extend(vllm_view.decode_problems(kv_cache_config))
-        if loaded is not None and owns_pool and loaded.config.server is None:
-            config = loaded.config
-            problem = check_memory_budget(config.max_local_cpu_bytes, config.hidden_bytes)
-            problems.extend([problem] if problem else [])
-        self.taps = vllm_view.hidden_state_taps(vllm_config)
-        self.extract: ExtractSettings | None = None
-        if loaded is not None and loaded.config.extract_hidden_states:
-            try:
-                self.extract = parse_settings(loaded.config.extract_hidden_states, self.taps)
-            except ConfigError as error:
-                problems.extend(error.problems)
-        self.groups: tuple[EngineGroupSpec, ...] = groups
-        if not group_problems:
-            try:
-                choice = choose_chunk_size(groups, loaded.config.chunk_size if loaded else None)
-                self.chunk_tokens = choice.chunk_tokens
-                self.chunk_warning = choice.warning
-            except StartupError as error:
-                problems.extend(error.problems)
-        if problems or loaded is None:
-            raise StartupError(problems)
-        self.loaded = loaded
-        self.config: Config = loaded.config
-        # Hidden states as the model has them, and their rows that a hit needs with its KV.
-        self.hidden_shape: tuple[torch.dtype, int] | None = None
-        self.hidden_groups: list[GroupShards] = []
-        if self.config.enable_hidden_state_cache:
-            dtype, width = vllm_view.hidden_shape(vllm_config, self.config.hidden_state_dtype)
-            self.hidden_shape = dtype, width
-            layers = [Layer(index, dtype, width) for index in self.config.hidden_state_layers or ()]
-            self.hidden_groups = [layer.group(self.chunk_tokens) for layer in layers]
-        engine_id = vllm_view.engine_name(vllm_config)
-        # Where the pool's memory is, and the name under which this engine's workers ask for it.
-        if self.config.server is None:
-            self.endpoint, self.instance = socket_path_for(engine_id), ""
-        else:
-            self.endpoint = Path(self.config.server.removeprefix("ipc://"))
-            self.instance = engine_id
-
-
 class SchedulerSide:
     """Lives in the engine core."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
-        self._setup = setup = _Setup(vllm_config, kv_cache_config, owns_pool=True)
+        self._setup = setup = Setup(vllm_config, kv_cache_config, owns_pool=True)
         config = setup.config
         transfer = vllm_config.kv_transfer_config
         if not config.fail_on_load_error:
@@ -129,8 +75,15 @@ class SchedulerSide:
             # policy after it has built the connector.
             transfer.kv_load_failure_policy = "recompute"
         self._facts = vllm_view.namespace_facts(vllm_config)
-        self._mm_counters = vllm_request.mm_identifiers_are_counters(vllm_config)
-        self._adapter_digests: dict[tuple[int, str], str] = {}
+        self._adapter_digests: vllm_request.AdapterDigests = {}
+        vllm_engine.watch(self)
+        self._view = functools.partial(
+            vllm_request.VllmRequest,
+            mm_identifiers_are_counters=vllm_request.mm_identifiers_are_counters(vllm_config),
+            adapter_digests=self._adapter_digests,
+            needs_salt=omni_stage.has_placeholders(vllm_config),
+        )
+        self._salts: dict[str, str] = {}  # of requests that have not run yet
         self._scheduler = CacheScheduler(
             config,
             self._namespace,
@@ -279,9 +232,6 @@ class SchedulerSide:
         # The scheduler reads it at every step.
         cache.block_size = block
 
-    def _view(self, request: Request) -> vllm_request.VllmRequest:
-        return vllm_request.VllmRequest(request, self._mm_counters, self._adapter_digests)
-
     def _params(self, view: vllm_request.VllmRequest) -> RequestParams:
         params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
         for warning in warnings:
@@ -293,6 +243,8 @@ class SchedulerSide:
             self._check_block_size()
         view = self._view(request)
         self._scheduler.on_new_request(view, self._params(view))
+        if request.cache_salt and self._setup.hidden_shape is not None:
+            self._salts[view.request_id] = request.cache_salt
         if self._exports is not None and vllm_request.has_token_ids(request):
             self._exports.arrive(view, view.kv_transfer_params)
 
@@ -309,6 +261,7 @@ class SchedulerSide:
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
         view = vllm_request.step_view(scheduler_output)
         meta = self._scheduler.build_step(view)
+        meta.salts = {name: self._salts.pop(name) for name in self._salts.keys() & view.scheduled}
         if self._hidden_endpoint is not None:
             meta.hidden = HiddenRef(self._hidden_endpoint, self._scheduler.chunk_namespace)
         if self._exports is not None:
@@ -330,6 +283,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks are still needed, what its answer tells)."""
         self._scheduler.on_finished(request.request_id)
+        self._salts.pop(request.request_id, None)
         if self._exports is None:
             return False, None
         normally = vllm_request.ended_normally(request)
@@ -342,6 +296,11 @@ class SchedulerSide:
 
     def reset(self) -> None:
         self._scheduler.reset()
+
+    def on_adapter(self, lora: LoRARequest) -> None:
+        # What cannot be read is told when a request comes with it.
+        with contextlib.suppress(OSError):
+            vllm_request.note_adapter(lora, self._adapter_digests, reload=True)
 
     def take_counters(self) -> dict[str, Any]:
         return self._scheduler.take_counters()
@@ -360,7 +319,7 @@ class WorkerSide:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._setup = _Setup(vllm_config, kv_cache_config, owns_pool=False)
+        self._setup = Setup(vllm_config, kv_cache_config, owns_pool=False)
         self._worker: CacheWorker | None = None
         self._extractor: Extractor | None = None
         self._geometry_known = False
@@ -376,6 +335,9 @@ class WorkerSide:
                 kept_as=config.hidden_state_dtype,
                 default=self._setup.hidden_shape,
                 timeout=config.lookup_timeout,
+            )
+            self._omni = omni_stage.OmniWorker(
+                vllm_config, config, self.hidden_state_store, self._setup.chunk_tokens
             )
         self._hidden: tuple[HiddenRef, StoreClient, PoolClient] | None = None
 
@@ -417,8 +379,10 @@ class WorkerSide:
         if isinstance(meta, StepMeta) and self._worker is not None:
             self._geometry_known |= meta.pool is not None
             self._worker.start_loads(meta)
-            if meta.hidden is not None and self.hidden_state_store is not None:
-                self._keep_hidden(meta.hidden, self.hidden_state_store)
+            if self.hidden_state_store is not None:
+                self._omni.salts.update(meta.salts)
+                if meta.hidden is not None:
+                    self._keep_hidden(meta.hidden, self.hidden_state_store)
             if self._extractor is not None and meta.extract is not None:
                 self._extractor.start(meta.extract)
 
@@ -468,10 +432,18 @@ class WorkerSide:
         return meta
 
     def take_counters(self) -> dict[str, Any]:
-        return self._worker.counters.take() if self._worker is not None else {}
+        if self._worker is None:
+            return {}
+        counters = self._worker.counters
+        if self.hidden_state_store is not None:
+            counters.hidden_chunks = self.hidden_state_store.take_counts()
+        if self._extractor is not None:
+            counters.exports, counters.export_bytes = self._extractor.take_counts()
+        return counters.take()
 
     def shutdown(self) -> None:
         if self.hidden_state_store is not None:
+            self._omni.close()
             self.hidden_state_store.close()
         if self._hidden is not None:
             _, store, memory = self._hidden

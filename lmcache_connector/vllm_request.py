@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_connector.keys import adapter_digest
+from lmcache_connector.keys import adapter_digest, adapter_stamp
 from lmcache_connector.scheduler.request import StepView
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+# By id and path: its digest, and what its files looked like then.
+AdapterDigests = dict[tuple[int, str], tuple[str, tuple[tuple[str, int, int], ...]]]
 
 
 class VllmRequest:
@@ -29,10 +34,12 @@ class VllmRequest:
         self,
         request: Request,
         mm_identifiers_are_counters: bool,
-        adapter_digests: dict[tuple[int, str], str],
+        adapter_digests: AdapterDigests,
+        needs_salt: bool = False,
     ) -> None:
         """``adapter_digests`` is shared by all requests: files are read once per adapter load,
-        and vLLM gives every load an id of its own."""
+        and vLLM gives every load an id of its own. ``needs_salt``: the tokens alone say nothing.
+        """
         self._request = request
         self._adapter_digests = adapter_digests
         self._adapter_reloaded = False
@@ -44,6 +51,8 @@ class VllmRequest:
                 "multimodal requests, whose identifiers are per-process counters while "
                 "--mm-processor-cache-gb is 0 and prefix caching is off; set one of them"
             )
+        if needs_salt and not request.cache_salt:
+            self._uncacheable = "requests whose prompt is placeholders and that have no cache_salt"
 
     @property
     def request_id(self) -> str:
@@ -87,20 +96,16 @@ class VllmRequest:
         ):
             return None
         if request.lora_request:
-            self._adapter_digest()  # raises here, not in the middle of a chain
+            # Raises here, not in the middle of a chain.
+            note_adapter(
+                request.lora_request, self._adapter_digests, reload=not self._adapter_reloaded
+            )
+            self._adapter_reloaded = True
         return self._extra_keys
 
     def _adapter_digest(self) -> str | None:
         lora = self._request.lora_request
-        if lora is None:
-            return None
-        key = (lora.lora_int_id, lora.lora_path)
-        # A request that reloads its adapter in place brings new weights under an old id.
-        reload = getattr(lora, "load_inplace", False) and not self._adapter_reloaded
-        if key not in self._adapter_digests or reload:
-            self._adapter_digests[key] = adapter_digest(lora.lora_path)
-            self._adapter_reloaded = True
-        return self._adapter_digests[key]
+        return self._adapter_digests[lora.lora_int_id, lora.lora_path][0] if lora else None
 
     def _extra_keys(self, start: int, end: int) -> object | None:
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -117,6 +122,24 @@ class VllmRequest:
         if keys is None and adapter is None and kind_bits is None:
             return None  # leading text of a request with images: the same as plain text
         return (keys, adapter, kind_bits)
+
+
+def note_adapter(lora: LoRARequest, digests: AdapterDigests, *, reload: bool) -> None:
+    """Read an adapter that is being loaded, or make sure that its files are still what was loaded:
+    vLLM may load them again when it has put the adapter aside. ``reload``: whether one that is
+    loaded in place, which brings new weights under an old id, is loaded now.
+
+    Raises:
+        OSError: they cannot be read, or have changed.
+    """
+    key, stamp = (lora.lora_int_id, lora.lora_path), adapter_stamp(lora.lora_path)
+    if key not in digests or (reload and getattr(lora, "load_inplace", False)):
+        digests[key] = adapter_digest(lora.lora_path), stamp
+    elif digests[key][1] != stamp:
+        raise OSError(
+            f"the files of LoRA adapter {lora.lora_name} have changed since it was loaded, so that "
+            "nobody can tell which of them are in use: load it again, under a new name"
+        )
 
 
 def has_token_ids(request: Request) -> bool:

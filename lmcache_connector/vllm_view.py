@@ -6,6 +6,7 @@ checked by feature, never by version.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -17,14 +18,7 @@ import vllm
 from vllm.v1 import kv_cache_interface as specs
 
 from lmcache_connector.errors import UnsupportedVllmError
-from lmcache_connector.groups import (
-    FULL,
-    STATE,
-    EngineGroupSpec,
-    LayerSpec,
-    ReuseKind,
-    ReuseRule,
-)
+from lmcache_connector.groups import FULL, STATE, EngineGroupSpec, LayerSpec, ReuseKind, ReuseRule
 from lmcache_connector.keys import UNRESOLVED_PREFIX, model_digest
 
 if TYPE_CHECKING:
@@ -33,10 +27,11 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = ">=0.30,<0.34"
 
+_CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 # Names without which the connector cannot be correct: (module, object, attribute or None).
 _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
     *(
-        ("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1", hook)
+        (_CONNECTOR_BASE, "KVConnectorBase_V1", hook)
         # Hooks that this connector overrides: one that vLLM does not call never fires.
         for hook in (
             "bind_gpu_block_pool",
@@ -48,12 +43,8 @@ _REQUIRED: tuple[tuple[str, str, str | None], ...] = (
             "update_connector_output",
         )
     ),
-    ("vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA", None),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "KVConnectorTransferResults",
-        "failed_recving",
-    ),
+    (_CONNECTOR_BASE, "SupportsHMA", None),
+    (_CONNECTOR_BASE, "KVConnectorTransferResults", "failed_recving"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", "kv_connector_block_state"),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState", "boundary_state_offloads"),
     ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", None),
@@ -175,24 +166,19 @@ def group_specs(
             )
             continue
         per_layer = getattr(wrapper, "kv_cache_specs", None)
-        layers = []
-        for name in group.layer_names:
-            spec = per_layer[name] if per_layer is not None else wrapper
-            layer = _layer_spec(vllm_config, group_id, name, spec, problems)
-            if layer is not None:
-                layers.append(layer)
+        by_name = dict.fromkeys(group.layer_names, wrapper) if per_layer is None else per_layer
+        layers = [
+            _layer_spec(vllm_config, group_id, name, by_name[name], problems)
+            for name in group.layer_names
+        ]
         # A pipeline stage may hold no layer of the group; its blocks count all the same.
-        some_spec = next(iter(per_layer.values()), None) if per_layer is not None else wrapper
-        sample = (
-            _layer_spec(vllm_config, group_id, "", some_spec, problems)
-            if some_spec is not None
-            else None
-        )
+        spec = wrapper if per_layer is None else next(iter(per_layer.values()), None)
+        sample = None if spec is None else _layer_spec(vllm_config, group_id, "", spec, problems)
         groups.append(
             EngineGroupSpec(
                 group_id,
                 cacheable,
-                tuple(layers),
+                tuple(layer for layer in layers if layer is not None),
                 tokens_per_block=sample.tokens_per_block if sample else 0,
                 recurrent_state=sample is not None and sample.rule.kind is ReuseKind.STATE,
             )
@@ -230,7 +216,6 @@ def _layer_spec(
                 "at block boundaries; pass --enable-prefix-caching --mamba-cache-mode align"
             )
             return None
-        replicated = getattr(spec, "tp_replicated", False)
         return LayerSpec(
             name=name,
             tokens_per_block=spec.block_size,
@@ -238,7 +223,7 @@ def _layer_spec(
             page_bytes=spec.state_content_size_bytes,
             dtype="int8",
             rule=STATE,
-            num_shards=1 if replicated else tp_size,
+            num_shards=1 if getattr(spec, "tp_replicated", False) else tp_size,
             family="state",
         )
     if getattr(spec, "non_causal", False):
@@ -259,13 +244,11 @@ def _layer_spec(
     if sharded and rule.kind is not ReuseKind.FULL:
         problems.append(f"{where}: context-parallel sliding windows are not supported")
         return None
-    num_slots = int(spec.num_states)
-    page_bytes = int(getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes))
     return LayerSpec(
         name=name,
         tokens_per_block=spec.block_size * (dcp_size if sharded else 1),
-        slots_per_block=num_slots,
-        page_bytes=page_bytes,
+        slots_per_block=int(spec.num_states),
+        page_bytes=int(getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes)),
         dtype=str(spec.dtype).removeprefix("torch."),
         rule=rule,
         num_shards=_attention_shards(spec, tp_size, sharded),
@@ -322,8 +305,10 @@ def checkpoint_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
 
 
 def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str, ...]:
-    """Attention backend of each group and, on CPU, the instruction set: at equal strides the
-    order of a page's content differs between them."""
+    """Of a worker: attention backend of each group, and what its states are; the instruction set
+    on CPU (at equal strides the order of a page's content differs between them); and a digest of
+    the configuration as the model has changed it while it was built, which only its own process
+    sees."""
     layers = vllm_config.compilation_config.static_forward_context
     names = []
     for group in kv_cache_config.kv_cache_groups:
@@ -333,6 +318,10 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
             get_backend = getattr(layer, "get_attn_backend", None)
             owner = get_backend() if get_backend is not None else type(layer)
             backends.add(f"{owner.__module__}.{owner.__qualname__}")
+        some = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
+        states = {(spec.shapes, spec.dtypes) for spec in some.values() if _is(spec, "MambaSpec")}
+        # Their pages are bytes: nothing else tells what of.
+        backends.update(f"{shapes} {dtypes}" for shapes, dtypes in states)
         names.append("+".join(sorted(backends)))
     from vllm.platforms import current_platform
 
@@ -341,7 +330,10 @@ def backend_names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tu
         amx = torch.cpu._is_amx_tile_supported()
         isa = torch.backends.cpu.get_cpu_capability()
         device = f"cpu/{platform.machine()}/{isa}/amx={amx}"
-    return (*names, device)
+    device += f"/{os.environ.get('VLLM_SSM_CONV_STATE_LAYOUT', '')}"
+    model = vllm_config.model_config
+    texts = f"{_config_text(model.hf_config)}{_config_text(model.hf_text_config)}"
+    return (*names, device, f"config/{hashlib.sha256(texts.encode()).hexdigest()[:16]}")
 
 
 def engine_name(vllm_config: VllmConfig) -> str:
@@ -371,6 +363,7 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     quantization = vllm_config.quant_config
+    multimodal = getattr(model, "multimodal_config", None)
     facts: dict[str, object] = {
         "model": model_digest(model.model, _commit(model)),
         "config": _config_text(model.hf_config),
@@ -378,6 +371,9 @@ def namespace_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "quantization_config": type(quantization).__name__ if quantization is not None else "",
+        "quantization_args": str(getattr(model, "quantization_config", None)),
+        "mm_processor": str(getattr(multimodal, "mm_processor_kwargs", None)),
+        "mm_media": str(getattr(multimodal, "media_io_kwargs", None)),
         "kv_cache_dtype": str(cache.cache_dtype),
         "vllm": ".".join(vllm.__version__.split(".")[:2]),
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -424,4 +420,5 @@ def _commit(model_config: Any) -> str | None:
     it is a commit)."""
     commit: str | None = getattr(model_config.hf_config, "_commit_hash", None)
     revision: str | None = model_config.revision
-    return commit or revision
+    # With hf_config_path the configuration's commit is that of another repository.
+    return revision if getattr(model_config, "hf_config_path", None) else commit or revision

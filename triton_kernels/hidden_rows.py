@@ -66,7 +66,7 @@ def copy_rows_kernel(
 
 def gather_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
     """As ``reference.gather_rows``, on the current stream; slots are not checked."""
-    tokens, rows = row_views(source, out)
+    tokens, rows = row_views(source, out, slots)
     _launch(tokens, rows, slots, 0, to_rows=True)
 
 
@@ -81,7 +81,7 @@ def gather_span(source: torch.Tensor, first: int, count: int, out: torch.Tensor)
 
 def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, destination: torch.Tensor) -> None:
     """As ``reference.scatter_rows``, on the current stream; slots are not checked."""
-    tokens, rows = row_views(destination, rows)
+    tokens, rows = row_views(destination, rows, slots)
     _launch(tokens, rows, slots, 0, to_rows=False)
 
 
@@ -121,11 +121,7 @@ def _launch(
     num_rows, taps, hidden = rows.shape
     assert rows.device == tokens.device or rows.is_pinned()
     assert hidden <= 1 or tokens.stride(-1) == rows.stride(-1) == 1
-    if slots is not None:
-        assert slots.dtype == torch.int64
-        assert slots.device == tokens.device
-        assert slots.shape == (num_rows,)
-        assert slots.is_contiguous()
+    assert slots is None or (slots.device == tokens.device and slots.is_contiguous())
     if rows.numel() == 0:
         return
     element_bytes = max(tokens.element_size(), rows.element_size())

@@ -6,6 +6,8 @@ A slot may lie in device memory or in pinned host memory that the device can add
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -71,76 +73,19 @@ def word_bytes_of(
     return bits & -bits
 
 
-def gather_pages(
-    run_addresses: torch.Tensor,
-    block_stride: int,
-    run_bytes: int,
-    block_ids: torch.Tensor,
-    slot_addresses: torch.Tensor,
-    run_pitch: int,
-    *,
-    word_bytes: int,
-) -> None:
-    """Copy pages into slots on the current stream.
-
-    Args:
-        run_addresses: int64 [R] on the device, where run r of block 0 starts.
-        block_stride: bytes from a block to the next one, the same for all runs.
-        run_bytes: length of a run.
-        block_ids: int64 [N] on the device; a negative one (null block) is skipped.
-        slot_addresses: int64 [N] on the device, where each block starts in its slot.
-        run_pitch: bytes from a run to the next one inside a slot, >= run_bytes.
-        word_bytes: ``word_bytes_of`` the arguments (the addresses are on the device already).
-    """
-    _launch(
-        run_addresses,
-        block_stride,
-        run_bytes,
-        block_ids,
-        slot_addresses,
-        run_pitch,
-        word_bytes=word_bytes,
-        to_slots=True,
-    )
-
-
-def scatter_pages(
-    run_addresses: torch.Tensor,
-    block_stride: int,
-    run_bytes: int,
-    block_ids: torch.Tensor,
-    slot_addresses: torch.Tensor,
-    run_pitch: int,
-    *,
-    word_bytes: int,
-) -> None:
-    """Copy slots into pages; arguments as for ``gather_pages``. No block id may come twice."""
-    _launch(
-        run_addresses,
-        block_stride,
-        run_bytes,
-        block_ids,
-        slot_addresses,
-        run_pitch,
-        word_bytes=word_bytes,
-        to_slots=False,
-    )
-
-
 def kernel_constants(word_bytes: int, *, to_slots: bool) -> dict[str, object]:
     """The kernel's compile-time arguments."""
-    element = _ELEMENTS[word_bytes]
     element_bytes = min(word_bytes, 8)
     return {
         "WORD_BYTES": word_bytes,
-        "ELEMENT": element,
+        "ELEMENT": _ELEMENTS[word_bytes],
         "ELEMENT_BYTES": element_bytes,
         "TILE": TILE_BYTES // element_bytes,
         "TO_SLOTS": to_slots,
     }
 
 
-def _launch(
+def copy_pages(
     run_addresses: torch.Tensor,
     block_stride: int,
     run_bytes: int,
@@ -151,6 +96,18 @@ def _launch(
     word_bytes: int,
     to_slots: bool,
 ) -> None:
+    """Copy pages into slots, or slots into pages, on the current stream.
+
+    Args:
+        run_addresses: int64 [R] on the device, where run r of block 0 starts.
+        block_stride: bytes from a block to the next one, the same for all runs.
+        run_bytes: length of a run.
+        block_ids: int64 [N] on the device; a negative one (null block) is skipped. Pages are
+            written to: no id may come twice.
+        slot_addresses: int64 [N] on the device, where each block starts in its slot.
+        run_pitch: bytes from a run to the next one inside a slot, >= run_bytes.
+        word_bytes: ``word_bytes_of`` the arguments (the addresses are on the device already).
+    """
     tables = (run_addresses, block_ids, slot_addresses)
     assert all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in tables)
     assert run_addresses.device == block_ids.device == slot_addresses.device
@@ -175,3 +132,7 @@ def _launch(
         **kernel_constants(word_bytes, to_slots=to_slots),
         num_warps=NUM_WARPS,
     )
+
+
+gather_pages = partial(copy_pages, to_slots=True)
+scatter_pages = partial(copy_pages, to_slots=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -42,56 +42,29 @@ _memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size
 _memmove_holding_gil.restype = None
 
 
-def gather_pages(
+def copy_pages(
     run_addresses: Int64Array,
     block_stride: int,
     run_bytes: int,
     block_ids: Int64Array,
     slot_addresses: Int64Array,
     run_pitch: int,
+    *,
+    to_slots: bool,
 ) -> None:
-    """Copy pages into slots: N blocks of R runs.
+    """Copy pages into slots, or slots into pages: N blocks of R runs.
 
     Args:
         run_addresses: [R], where run r of block 0 starts.
         block_stride: bytes from a block to the next one, the same for all runs.
         run_bytes: length of a run.
-        block_ids: [N]; a negative one (null block) is skipped.
+        block_ids: [N]; a negative one (null block) is skipped. Pages are written to: no id may
+            come twice.
         slot_addresses: [N], where each block starts in its slot.
         run_pitch: bytes from a run to the next one inside a slot, >= run_bytes.
 
     Nothing outside the N x R destination runs is written. Sources and destinations are disjoint.
     """
-    pages, slots = _run_pairs(
-        run_addresses, block_stride, run_bytes, block_ids, slot_addresses, run_pitch
-    )
-    _copy(pages, slots, run_bytes, run_pitch, pages, slots, _gather_piece)
-
-
-def scatter_pages(
-    run_addresses: Int64Array,
-    block_stride: int,
-    run_bytes: int,
-    block_ids: Int64Array,
-    slot_addresses: Int64Array,
-    run_pitch: int,
-) -> None:
-    """Copy slots into pages; arguments as for ``gather_pages``. No block id may come twice."""
-    pages, slots = _run_pairs(
-        run_addresses, block_stride, run_bytes, block_ids, slot_addresses, run_pitch
-    )
-    _copy(slots, pages, run_bytes, run_pitch, pages, slots, _scatter_piece)
-
-
-def _run_pairs(
-    run_addresses: Int64Array,
-    block_stride: int,
-    run_bytes: int,
-    block_ids: Int64Array,
-    slot_addresses: Int64Array,
-    run_pitch: int,
-) -> tuple[Int64Array, Int64Array]:
-    """Addresses [N * R] of each run in its page and in its slot, block by block."""
     assert run_addresses.dtype == block_ids.dtype == slot_addresses.dtype == np.int64
     assert block_ids.shape == slot_addresses.shape
     assert 0 < run_bytes <= run_pitch
@@ -100,20 +73,19 @@ def _run_pairs(
         block_ids, slot_addresses = block_ids[real], slot_addresses[real]
     pages = block_ids[:, None] * block_stride + run_addresses
     slots = slot_addresses[:, None] + np.arange(len(run_addresses)) * run_pitch
-    return pages.ravel(), slots.ravel()
+    _copy_runs(pages.ravel(), slots.ravel(), run_bytes, run_pitch, to_slots=to_slots)
 
 
-def _copy(
-    source: Int64Array,
-    target: Int64Array,
-    run_bytes: int,
-    run_pitch: int,
-    pages: Int64Array,
-    slots: Int64Array,
-    copy_piece: Callable[[Int64Array, int, int, int, type[np.generic]], None],
+gather_pages = partial(copy_pages, to_slots=True)
+scatter_pages = partial(copy_pages, to_slots=False)
+
+
+def _copy_runs(
+    pages: Int64Array, slots: Int64Array, run_bytes: int, run_pitch: int, *, to_slots: bool
 ) -> None:
-    """Copy ``source`` to ``target``, which are ``pages`` and ``slots`` in one order or the other:
-    in batches along the slots, or run by run where that is as fast or batches would be short."""
+    """Copy each run between its page and its slot: in batches along the slots, or run by run
+    where that is as fast or batches would be short."""
+    source, target = (pages, slots) if to_slots else (slots, pages)
     count = len(source)
     if count == 0:
         return
@@ -128,6 +100,7 @@ def _copy(
     if long_runs or short_batches or run_bytes >= MAX_ITEM_WORDS * np.dtype(word).itemsize:
         _move_runs(source, target, firsts, run_bytes)
         return
+    copy_piece = _gather_piece if to_slots else _scatter_piece
     longest = max(1, PIECE_BYTES // run_bytes)
     ends = [*cuts.tolist(), count]
     for begin, end in zip([0, *ends], ends, strict=False):
@@ -198,13 +171,16 @@ def _scatter_piece(
 # ---- rows of hidden states ---------------------------------------------------------------------
 
 
-def row_views(tokens: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_views(
+    tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens as [num_blocks, block_size, taps, hidden], rows as [n, taps, hidden]. A flat tensor
-    is one block of all its tokens."""
+    is one block of all its tokens. ``slots``: of the rows, or None for a span of them."""
     assert {tokens.dtype, rows.dtype} <= {torch.bfloat16, torch.float16, torch.float32}
     assert rows.ndim in (2, 3)
     assert tokens.ndim in (rows.ndim, rows.ndim + 1)
     assert tokens.shape[1 - rows.ndim :] == rows.shape[1:]
+    assert slots is None or (slots.dtype == torch.int64 and slots.shape == rows.shape[:1])
     if tokens.ndim == rows.ndim:
         tokens = tokens.unsqueeze(0)
     return (tokens, rows) if rows.ndim == 3 else (tokens.unsqueeze(2), rows.unsqueeze(1))
@@ -222,9 +198,7 @@ def gather_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) ->
         out: [n, *row], of any of the three dtypes: rows of another one are cast, rounding to
             nearest even, those of the same one keep every bit.
     """
-    tokens, rows = row_views(source, out)
-    assert slots.dtype == torch.int64
-    assert slots.shape == rows.shape[:1]
+    tokens, rows = row_views(source, out, slots)
     real = slots >= 0
     if not real.any():
         return
@@ -262,9 +236,7 @@ def gather_span(source: torch.Tensor, first: int, count: int, out: torch.Tensor)
 def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy ``rows`` to the places of tokens, which ``gather_rows(destination, slots, rows)`` reads.
     A negative slot is skipped; no other may come twice."""
-    tokens, rows = row_views(destination, rows)
-    assert slots.dtype == torch.int64
-    assert slots.shape == rows.shape[:1]
+    tokens, rows = row_views(destination, rows, slots)
     real = slots >= 0
     if not real.all():
         slots, rows = slots[real], rows[real]

@@ -118,6 +118,10 @@ class Extractor:
         sent, self._sent = self._sent, set()
         return sent
 
+    def take_counts(self) -> tuple[dict[str, int], int]:
+        """See ``ExportWriter.take_counts``."""
+        return self._writer.take_counts() if self._writer is not None else ({}, 0)
+
     def close(self) -> None:
         """Write what was begun to be copied; nobody waits for anything else any longer."""
         if self._stream is not None:

@@ -52,10 +52,10 @@ class ExtractSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class ExtractChoice(msgspec.Struct, frozen=True):
-    """What one request's ``kv_transfer_params`` say; None: as configured."""
+    """What holds for one request, by the names in its ``kv_transfer_params``."""
 
-    extract_hidden_states: bool | None = None
-    include_output_tokens: bool | None = None
+    extract_hidden_states: bool
+    include_output_tokens: bool
     hidden_states_layers: _Layers | None = None
     hidden_states_path: _Path | None = None
 

@@ -58,6 +58,7 @@ class HiddenStateStore:
         self._timeout = timeout
         self._attached: Attached | None = None
         self._layers: dict[int, Layer] = {}
+        self._told: dict[str, int] = {}
         self._partials = Partials(_MAX_PARTIAL_BYTES)
         # Bytes of what the helper thread has not stored yet.
         self._queued: dict[Future[None], int] = {}
@@ -70,6 +71,7 @@ class HiddenStateStore:
         client = self._attached[0] if self._attached is not None else None
         if client is None or client.store is not store:
             client = RowClient(store, memory, database.chunk_tokens, self._timeout)
+            self._told = {}
         else:
             with client.lock:
                 store.clear(database.namespace)
@@ -281,6 +283,13 @@ class HiddenStateStore:
             pool = client.store.stats()
             use = {"rows": pool.rows, "used_bytes": pool.used_bytes}
             return {**client.counts, **use, "capacity_bytes": pool.capacity_bytes}
+
+    def take_counts(self) -> dict[str, int]:
+        """What became of chunks since the last call, as in ``stats``, without zeros."""
+        if (attached := self._attached) is None:
+            return {}
+        before, self._told = self._told, dict(attached[0].counts)
+        return {k: n - before.get(k, 0) for k, n in self._told.items() if n != before.get(k, 0)}
 
     def close(self) -> None:
         """Store what is queued, then nothing more. Store and memory are their owners' to close."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lmcache_connector.counters import count_group
 from lmcache_connector.errors import ConnectorError
 from lmcache_connector.hidden_states import files, values
 from lmcache_connector.hidden_states.settings import ExtractSettings
@@ -63,6 +64,8 @@ class ExportWriter:
         self._threads = ThreadPoolExecutor(settings.num_writer_threads, "lmcache-export")
         self._lock = threading.Lock()
         self._queued_bytes = 0
+        self._counts: dict[str, int] = {}
+        self._written_bytes = 0
         # Held while the directory is counted.
         self._disk_lock = threading.Lock()
         self._writing_bytes = 0
@@ -82,7 +85,7 @@ class ExportWriter:
 
     def refuse(self, export: Export, reason: str) -> None:
         """Tell its reader that it never comes."""
-        self._threads.submit(export.end, reason)
+        self._threads.submit(self._end, export, reason)
 
     def close(self) -> None:
         """Write what was submitted."""
@@ -95,13 +98,25 @@ class ExportWriter:
             refusal = f"not written: {error}"
         with self._lock:
             self._queued_bytes -= export.rows.nbytes
+        self._end(export, refusal)
+
+    def _end(self, export: Export, refusal: str | None) -> None:
+        with self._lock:
+            count_group(self._counts, "refused" if refusal else "written")
+            self._written_bytes += 0 if refusal else export.rows.nbytes
         export.end(refusal)
+
+    def take_counts(self) -> tuple[dict[str, int], int]:
+        """Exports by outcome and bytes written, since the last call."""
+        with self._lock:
+            taken = self._counts, self._written_bytes
+            self._counts, self._written_bytes = {}, 0
+        return taken
 
     def _write(self, export: Export) -> str | None:
         # Embeddings alone may be zero.
         refusal = screen(export.rows, may_be_zero=export.layers == (0,))
-        if refusal is None:
-            refusal = self._reserve(export.rows.nbytes)
+        refusal = refusal or self._reserve(export.rows.nbytes)
         if refusal is not None:
             return refusal
         try:

@@ -35,6 +35,9 @@ METRICS = {
     "tier_dropped_rows": "Chunks not written to a tier: it was too slow, or failed.",
     "tier_corrupt_rows": "Chunks of a tier that failed their check and were removed.",
     "tier_errors": "Calls that a tier failed.",
+    "hidden_chunks": "Chunks of hidden states, counted by layer, by what became of them.",
+    "exports": "Requests whose hidden states were to be exported, by what became of it.",
+    "export_bytes": "Bytes of hidden states exported.",
     "pool_used_bytes": "Bytes of the KV pool in use.",
     "pool_capacity_bytes": "Bytes of the KV pool.",
     "store_bytes": "Bytes copied from the engine to the pool, over all ranks.",
@@ -43,8 +46,9 @@ METRICS = {
     "load_seconds": "Seconds from start to end of copies from the pool, over all ranks.",
 }
 # The label of metrics that are kept by something.
+_OUTCOMES = {"hidden_chunks": "outcome", "exports": "outcome"}
 _LABELS = {
-    name: "tier" if name.startswith("tier_") else "group"
+    name: "tier" if name.startswith("tier_") else _OUTCOMES.get(name, "group")
     for name in METRICS
     if isinstance(getattr(Counters(), name), dict)
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain
@@ -41,18 +42,13 @@ def load_objects(
     """
     objects = []
     for group in layout.groups:
-        first_token = first_needed_token(group.rule, boundary, local_tokens)
+        is_state = group.rule.kind is ReuseKind.STATE
+        first_token = 0 if is_state else first_needed_token(group.rule, boundary, local_tokens)
         for chunk in needed_chunks(group.rule, boundary, local_tokens, layout.chunk_tokens):
             end = (chunk + 1) * layout.chunk_tokens
-            blocks = {}
-            for engine_group, tokens_per_block in group.tokens_per_block.items():
-                kept = group.kept_blocks(engine_group, end)
-                if group.rule.kind is not ReuseKind.STATE:
-                    kept = range(max(kept.start, first_token // tokens_per_block), kept.stop)
-                ids = _ids_at(block_ids, engine_group, kept, null_block_id)
-                if ids is None:
-                    return None
-                blocks[engine_group] = ids
+            blocks = _kept_blocks(group, end, block_ids, null_block_id, first_token, {})
+            if blocks is None:
+                return None
             objects.append(ObjectOp(group.tag, end, blocks, [], []))
     return objects
 
@@ -85,10 +81,12 @@ def store_objects(
             sizes = group.shard_bytes(end)
             if not any(sizes) or (chunk_hash is not None and not wanted(chunk_hash, group.tag)):
                 continue
-            if group.rule.kind is ReuseKind.STATE:
-                blocks = _state_blocks(group, end, step_end, block_ids, states, null_block_id)
-            else:
-                blocks = _kept_blocks(group, end, block_ids, null_block_id)
+            is_state = group.rule.kind is ReuseKind.STATE
+            # A table's entry is the state at ``end`` only when the step ends exactly there. Any
+            # other entry may be a state of another boundary.
+            tables = () if is_state and step_end != end else block_ids
+            handed_off = states if is_state else {}
+            blocks = _kept_blocks(group, end, tables, null_block_id, 0, handed_off)
             if blocks is None:
                 continue
             objects.append(ObjectOp(group.tag, end, blocks, [], []))
@@ -100,58 +98,38 @@ def tokens_by_group(
     layout: CacheLayout, rows: Sequence[tuple[bytes, str]], num_tokens: int
 ) -> dict[str, int]:
     """Tokens that each group's objects of a load stand for (a state stands for all of them)."""
-    counts: dict[str, int] = {}
-    for _, tag in rows:
-        counts[tag] = counts.get(tag, 0) + layout.chunk_tokens
-    kinds = {group.tag: group.rule.kind for group in layout.groups}
+    counts = Counter(tag for _, tag in rows)
     return {
-        tag: num_tokens if kinds[tag] is ReuseKind.STATE else min(num_tokens, count)
+        tag: num_tokens
+        if layout.by_tag[tag].rule.kind is ReuseKind.STATE
+        else min(num_tokens, count * layout.chunk_tokens)
         for tag, count in counts.items()
     }
 
 
-def _ids_at(
-    block_ids: BlockTables, engine_group: int, positions: range, null_block_id: int
-) -> list[int] | None:
-    if engine_group >= len(block_ids) or positions.stop > len(block_ids[engine_group]):
-        return None
-    ids = list(block_ids[engine_group][positions.start : positions.stop])
-    return None if null_block_id in ids else ids
-
-
 def _kept_blocks(
-    group: GroupLayout, end: int, block_ids: BlockTables, null_block_id: int
-) -> dict[int, list[int]] | None:
-    blocks = {}
-    for engine_group in group.tokens_per_block:
-        kept = group.kept_blocks(engine_group, end)
-        ids = _ids_at(block_ids, engine_group, kept, null_block_id)
-        if ids is None:
-            return None
-        blocks[engine_group] = ids
-    return blocks
-
-
-def _state_blocks(
     group: GroupLayout,
     end: int,
-    step_end: int,
     block_ids: BlockTables,
-    states: dict[tuple[int, int], int],
     null_block_id: int,
+    first_token: int,
+    states: Mapping[tuple[int, int], int],
 ) -> dict[int, list[int]] | None:
-    """Blocks that hold the state at ``end``: handed off by vLLM, or the table's entry when the
-    step ends exactly there. Any other entry may be a state of another boundary."""
+    """Of the blocks kept those that reach beyond ``first_token``; None when one is missing.
+
+    ``states``: (engine group, boundary) -> the block that vLLM handed off with the state there.
+    """
     blocks = {}
-    for engine_group in group.tokens_per_block:
-        handed_off = states.get((engine_group, end))
-        if handed_off is not None and handed_off != null_block_id:
+    for engine_group, tokens_per_block in group.tokens_per_block.items():
+        handed_off = states.get((engine_group, end), null_block_id)
+        if handed_off != null_block_id:
             blocks[engine_group] = [handed_off]
             continue
-        if step_end != end:
+        kept = group.kept_blocks(engine_group, end)
+        if engine_group >= len(block_ids) or kept.stop > len(block_ids[engine_group]):
             return None
-        ids = _ids_at(block_ids, engine_group, group.kept_blocks(engine_group, end), null_block_id)
-        if ids is None:
+        first = max(kept.start, first_token // tokens_per_block)
+        blocks[engine_group] = list(block_ids[engine_group][first : kept.stop])
+        if null_block_id in blocks[engine_group]:
             return None
-        blocks[engine_group] = ids
     return blocks

@@ -37,22 +37,26 @@ class ExportPlanner:
     def arrive(self, request: RequestView, params: Mapping[str, object]) -> None:
         """A request that has token ids arrived, with its ``kv_transfer_params``."""
         settings, request_id = self._settings, request.request_id
-        given = {key: params[key] for key in ExtractChoice.__struct_fields__ if key in params}
+        configured = {
+            "extract_hidden_states": not settings.opt_in,
+            "include_output_tokens": settings.include_output_tokens,
+        }
+        given = {key: value for key, value in params.items() if value is not None}
         try:
-            choice = msgspec.convert(given, ExtractChoice, strict=False)
+            choice = msgspec.convert({**configured, **given}, ExtractChoice, strict=False)
             layers = some_of(choice.hidden_states_layers or settings.layers, self._taps)
         except ValueError as error:
             warn_every(logger, "choice", 60.0, "no export, kv_transfer_params: %s", error)
             return
-        if not _or(choice.extract_hidden_states, not settings.opt_in):
+        if not choice.extract_hidden_states:
             return
         path = path_for(settings.shared_storage_path, request_id)
         if choice.hidden_states_path and settings.allow_custom_save_path:
             path = choice.hidden_states_path
         elif choice.hidden_states_path:
             warn_every(logger, "path", 60.0, "hidden_states_path needs allow_custom_save_path")
-        with_output = _or(choice.include_output_tokens, settings.include_output_tokens)
-        self._wishes[request_id] = (ExportOp(request_id, path, b"", [], layers), with_output)
+        op = ExportOp(request_id, path, b"", [], layers)
+        self._wishes[request_id] = (op, choice.include_output_tokens)
         self._waiting[request_id] = request
 
     def step(self, scheduled: Mapping[str, int]) -> ExtractStep | None:
@@ -87,10 +91,6 @@ class ExportPlanner:
         ids = array("q", request.tokens(0, count)).tobytes()
         self._step.finished.append(msgspec.structs.replace(op, token_ids=ids, block_ids=blocks))
         return op.path
-
-
-def _or(chosen: bool | None, default: bool) -> bool:
-    return default if chosen is None else chosen
 
 
 def _blocks_of_rows(

@@ -62,8 +62,6 @@ def servable_boundary(
             last = min(last, base + _trailing_ones(mask))
     for end_chunk in range(last, base, -1):
         boundary = end_chunk * chunk_tokens
-        if boundary <= local_tokens:
-            break
         if all(
             _covers(mask, needed_chunks(rule, boundary, local_tokens, chunk_tokens), base)
             for rule, mask in zip(rules, masks, strict=True)

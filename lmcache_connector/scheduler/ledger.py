@@ -61,13 +61,11 @@ class Ledger:
         for index in pending.corrupt:
             count_group(self.counters.corrupt_objects, pending.rows[index][1])
         self.counters.failed_tokens += pending.num_tokens
-        warn_every(
-            logger,
-            "failed load",
-            60.0,
+        text = (
             f"a load of {pending.num_tokens} tokens failed for request {pending.request_id} "
-            f"({len(pending.corrupt)} corrupt objects): its prompt is recomputed",
+            f"({len(pending.corrupt)} corrupt objects): its prompt is recomputed"
         )
+        warn_every(logger, "failed load", 60.0, text)
 
     def take(self, stats: StoreStats | None) -> dict[str, Any]:
         """Plain counters since the last call; the pool's gauges when they changed."""

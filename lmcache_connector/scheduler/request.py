@@ -98,7 +98,7 @@ class PendingStore:
     num_prompt_tokens: int
     waiting_ranks: set[int]
     parts: list[StorePart]
-    # By part, by shard.
+    # By part, by shard; 0 for a shard of no bytes.
     digests: list[list[int | None]] = field(default_factory=list)
 
     def bind(self, hashes: Sequence[bytes]) -> None:
@@ -123,6 +123,10 @@ class StorePart:
     # The key was found after the step was built, and is not reserved against other stores.
     late: bool = False
 
+    @property
+    def key(self) -> RowKey | None:
+        return None if self.chunk_hash is None else (self.chunk_hash, self.group)
+
 
 @dataclass(slots=True)
 class PendingLoad:
@@ -133,8 +137,6 @@ class PendingLoad:
     # (chunk hash, group tag) by object of the op.
     rows: list[tuple[bytes, str]]
     num_tokens: int
-    num_bytes: int
-    started: float
     ok: bool = True
     corrupt: set[int] = field(default_factory=set)
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache_connector.config import Config, RequestParams
@@ -21,6 +22,7 @@ from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import (
     LoadOp,
     LoadReport,
+    ObjectOp,
     StepMeta,
     StoreOp,
     StoreReport,
@@ -30,13 +32,14 @@ from lmcache_connector.scheduler import allocate
 from lmcache_connector.scheduler.ledger import Ledger
 from lmcache_connector.scheduler.lookup import Lookups
 from lmcache_connector.scheduler.request import (
+    Lookup,
     PendingLoad,
     PendingStore,
     RequestState,
     RequestView,
     StepView,
 )
-from lmcache_connector.storage.base import Commit, NewRow, Store
+from lmcache_connector.storage.base import Commit, NewRow, RowKey, Store
 
 logger = init_logger(__name__)
 
@@ -45,6 +48,18 @@ _NO_CHUNK = 1 << 62  # RequestState.next_chunk of a request that stores nothing 
 _CHUNKS_IN_FLIGHT = 64
 # The store's own figures are not worth a call per step.
 _STATS_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Open:
+    """What there is once the workers' geometry is known."""
+
+    layout: CacheLayout
+    store: Store
+    lookups: Lookups
+    # Where the keys of this generation start.
+    database: TokenDatabase
+    hidden: Store | None
 
 
 class CacheScheduler:
@@ -72,25 +87,22 @@ class CacheScheduler:
         self._checkpoint_groups = checkpoint_groups
         self.ledger = Ledger(counters)
         self.null_block_id = 0
-        self._store: Store | None = None
-        self._layout: CacheLayout | None = None
-        self._lookups: Lookups | None = None
-        self._database: TokenDatabase | None = None
-        self._hidden: Store | None = None
+        self._open: _Open | None = None
         self._next_stats = 0.0
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[int, PendingStore] = {}
         self._loads: dict[int, PendingLoad] = {}
         self._new_loads: list[LoadOp] = []
         # (chunk hash, group tag) of rows that a store in flight will publish.
-        self._storing: set[tuple[bytes, str]] = set()
+        self._storing: set[RowKey] = set()
         self._ids = itertools.count(1)
         self._generation = 0
+        self._reset_nonce = ""
 
     @property
     def attached(self) -> bool:
         """Whether the workers' geometry is known and a store is open."""
-        return self._store is not None
+        return self._open is not None
 
     def attach(
         self,
@@ -101,42 +113,34 @@ class CacheScheduler:
     ) -> None:
         """Open for business. Until then everything is a miss. ``hidden`` has rows of all of
         ``hidden_tags``, in this order, that a hit needs too."""
-        self._layout, self._store, self._hidden = layout, store, hidden
-        self._lookups = Lookups(
-            self._config, layout, store, self._ids, self.ledger, hidden, hidden_tags
-        )
-        self._new_database(self.namespace(layout))
+        lookups = Lookups(self._config, layout, store, self._ids, self.ledger, hidden, hidden_tags)
+        database = TokenDatabase(self.namespace(layout), layout.chunk_tokens)
+        self._open = _Open(layout, store, lookups, database, hidden)
 
     @property
     def chunk_namespace(self) -> bytes:
         """What chunk hashes are chained from now; empty before ``attach``."""
-        return self._database.namespace if self._database is not None else b""
+        return self._open.database.namespace if self._open is not None else b""
 
-    def namespace(self, layout: CacheLayout, nonce: str = "") -> bytes:
+    def namespace(self, layout: CacheLayout) -> bytes:
         """The 32 bytes that this engine's chunk hashes are chained from."""
-        return self._namespace(layout.fingerprints, nonce)
-
-    def _new_database(self, namespace: bytes) -> None:
-        assert self._layout is not None
-        self._database = TokenDatabase(namespace, self._layout.chunk_tokens)
-        for state in self._requests.values():
-            state.chain = ChunkChain(self._database)
+        return self._namespace(layout.fingerprints, self._reset_nonce)
 
     # ---- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, view: RequestView, params: RequestParams) -> None:
         """A request arrived; one with the same id that is still known is replaced."""
-        if self._database is None or self._lookups is None:
+        if self._open is None:
             return
         self.on_finished(view.request_id)
         state = self._requests[view.request_id] = RequestState(
             view,
-            ChunkChain(self._database),
+            ChunkChain(self._open.database),
             params,
             num_prompt_tokens=view.num_prompt_tokens,
         )
         if self._can_load and not view.skip_reading and not view.uncacheable:
-            self._lookups.expect(state)
+            self._open.lookups.expect(state)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request arrived and has not ended."""
@@ -153,11 +157,11 @@ class CacheScheduler:
         view = state.view
         state.next_chunk = 0
         state.attempt += 1
-        if view.skip_reading or not self._can_load or state.bypass or self._lookups is None:
+        if view.skip_reading or not self._can_load or state.bypass or self._open is None:
             return 0
         if self._reason_uncacheable(state):
             return 0
-        boundary = self._lookups.find(state, local_tokens)
+        boundary = self._open.lookups.find(state, local_tokens)
         return None if boundary is None else boundary - local_tokens
 
     def _reason_uncacheable(self, state: RequestState) -> str | None:
@@ -166,10 +170,6 @@ class CacheScheduler:
             warn_every(logger, reason, 600.0, f"not cached: {reason}")
         return reason
 
-    def _drop_lookup(self, state: RequestState) -> None:
-        if self._lookups is not None:
-            self._lookups.drop(state)
-
     def after_alloc(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
@@ -177,86 +177,80 @@ class CacheScheduler:
 
         May come a second time, with 0, after the load.
         """
-        state = self._requests.get(request_id)
+        state, opened = self._requests.get(request_id), self._open
         if external_tokens == 0:
-            if state is not None:
-                self._drop_lookup(state)
+            if state is not None and opened is not None:
+                opened.lookups.drop(state)
             return
         # From here on vLLM waits for a report: whatever is wrong becomes a failed load.
-        op, pending = self._plan_load(state, request_id, block_ids, external_tokens)
+        load_id, num_ranks, incarnation = next(self._ids), 1, ""
+        objects: list[ObjectOp] = []
+        rows: list[RowKey] = []
+        if opened is not None:
+            num_ranks, incarnation = opened.layout.num_ranks, opened.store.pool_ref.incarnation
+            if state is not None and state.lookup is not None:
+                rows = state.lookup.keep
+                objects = self._plan_load(opened, state.lookup, load_id, block_ids, external_tokens)
         if state is not None:
-            if self._lookups is not None:
-                self._lookups.load(state)
-            state.load_id = op.load_id
-        self._loads[op.load_id] = pending
-        self._new_loads.append(op)
+            if opened is not None:
+                opened.lookups.load(state)
+            state.load_id = load_id
+        deadline = time.monotonic() + self._config.load_timeout
+        self._new_loads.append(LoadOp(load_id, request_id, incarnation, deadline, objects))
+        self._loads[load_id] = PendingLoad(
+            request_id, set(range(num_ranks)), rows if objects else [], external_tokens
+        )
 
     def _plan_load(
         self,
-        state: RequestState | None,
-        request_id: str,
+        opened: _Open,
+        lookup: Lookup,
+        load_id: int,
         block_ids: Sequence[Sequence[int]],
         external_tokens: int,
-    ) -> tuple[LoadOp, PendingLoad]:
-        load_id = next(self._ids)
-        now = time.monotonic()
-        num_ranks = self._layout.num_ranks if self._layout else 1
-        incarnation = self._store.pool_ref.incarnation if self._store else ""
-        op = LoadOp(load_id, request_id, incarnation, now + self._config.load_timeout, [])
-        pending = PendingLoad(request_id, set(range(num_ranks)), [], external_tokens, 0, now)
-        lookup = state.lookup if state is not None else None
-        if state is None or lookup is None or lookup.boundary is None:
-            return op, pending
-        assert self._layout is not None
-        assert self._store is not None
+    ) -> list[ObjectOp]:
+        """What is copied for ``lookup.keep``; nothing when that cannot be done as planned."""
         if lookup.boundary != lookup.local_tokens + external_tokens:
             # vLLM shortened the answer: what was looked up does not end there.
-            return op, pending
+            return []
         objects = allocate.load_objects(
-            self._layout, lookup.boundary, lookup.local_tokens, block_ids, self.null_block_id
+            opened.layout, lookup.boundary, lookup.local_tokens, block_ids, self.null_block_id
         )
-        if objects is None:
-            return op, pending
-        rows = [
-            (state.chain.hashes[obj.end_tokens // self._layout.chunk_tokens - 1], obj.group)
-            for obj in objects
-        ]
-        stored = self._store.prepare_load(load_id, lookup.lookup_id, rows)
+        if not objects:
+            return []
+        stored = opened.store.prepare_load(load_id, lookup.lookup_id, lookup.keep)
         if stored is None:
-            return op, pending
+            return []
         for obj, row in zip(objects, stored, strict=True):
             obj.slots[:] = row.slots
             obj.digests[:] = row.digests
-        pending.rows = rows
-        pending.num_bytes = sum(slot.nbytes for row in stored for slot in row.slots)
-        op.objects[:] = objects
-        return op, pending
+        return objects
 
     # ---- steps --------------------------------------------------------------------------------
 
     def build_step(self, step: StepView) -> StepMeta:
         """What the workers are asked to copy in this step."""
         loads, self._new_loads = self._new_loads, []
-        if self._store is None or self._lookups is None:
+        opened = self._open
+        if opened is None:
             return StepMeta(loads=loads)
-        self._lookups.prefetch()
+        opened.lookups.prefetch()
         stores = []
         for request_id, num_scheduled in step.scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             if state.reading is not None and state.view.num_tokens > state.reading.num_tokens:
-                self._lookups.read(state)
+                opened.lookups.read(state)
             end = state.view.num_computed_tokens + num_scheduled
-            if self._can_store and (op := self._plan_store(state, step, end)) is not None:
+            if self._can_store and (op := self._plan_store(opened, state, step, end)):
                 stores.append(op)
-        return StepMeta(self._store.pool_ref, stores, loads)
+        return StepMeta(opened.store.pool_ref, stores, loads)
 
-    def _plan_store(self, state: RequestState, step: StepView, end: int) -> StoreOp | None:
+    def _plan_store(
+        self, opened: _Open, state: RequestState, step: StepView, end: int
+    ) -> StoreOp | None:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
-        assert self._layout is not None
-        assert self._store is not None
-        assert self._lookups is not None
         view = state.view
         if view.num_prompt_tokens != state.num_prompt_tokens:
             # A session went on: what it had not computed by then may be other tokens now.
@@ -268,18 +262,18 @@ class CacheScheduler:
             limit = min(limit, view.num_prompt_tokens)
         if state.params.max_offload_tokens is not None:
             limit = min(limit, state.params.max_offload_tokens)
-        end_chunk = limit // self._layout.chunk_tokens
+        end_chunk = limit // opened.layout.chunk_tokens
         if end_chunk <= state.next_chunk or self._reason_uncacheable(state):
             return None
         chunks = range(state.next_chunk, end_chunk)
         state.next_chunk = end_chunk
-        if len(state.chain.hashes) < end_chunk and not self._lookups.extend_chain(state):
+        if len(state.chain.hashes) < end_chunk and not opened.lookups.extend_chain(state):
             return None
         block_ids = step.block_ids(view.request_id)
         if block_ids is None:
             return None
         objects, parts = allocate.store_objects(
-            self._layout,
+            opened.layout,
             state.chain.hashes,
             chunks,
             step_end=end,
@@ -297,37 +291,31 @@ class CacheScheduler:
             return None
         store_id = next(self._ids)
         prefix = state.chain.hashes[max(0, chunks.start - _CHUNKS_IN_FLIGHT) : chunks.start]
-        rows = [
-            NewRow(part.sizes, (part.chunk_hash, part.group) if part.chunk_hash else None)
-            for part in parts
-        ]
-        slots = self._store.prepare_store(store_id, rows, prefix)
-        self.ledger.dropped(parts[len(slots) :])
-        kinds = {self._layout.by_tag[part.group].rule.kind for part in parts[len(slots) :]}
-        if ReuseKind.FULL in kinds:
+        rows = [NewRow(part.sizes, part.key) for part in parts]
+        slots = opened.store.prepare_store(store_id, rows, prefix)
+        refused = parts[len(slots) :]
+        self.ledger.dropped(refused)
+        if any(opened.layout.by_tag[part.group].rule.kind is ReuseKind.FULL for part in refused):
             # Without this chunk nothing behind it can be served: the head keeps the room.
             state.next_chunk = _NO_CHUNK
+        for obj, reserved in zip(objects, slots, strict=False):
+            obj.slots[:] = reserved
         # Rows that are there already get no slots.
-        to_copy = [index for index, reserved in enumerate(slots) if reserved]
-        if not to_copy:
+        objects = [obj for obj in objects if obj.slots]
+        parts = [part for part, reserved in zip(parts, slots, strict=False) if reserved]
+        if not parts:
             return None
-        for index in to_copy:
-            objects[index].slots[:] = slots[index]
-        objects = [objects[index] for index in to_copy]
-        parts = [parts[index] for index in to_copy]
-        self._storing.update(
-            (part.chunk_hash, part.group) for part in parts if part.chunk_hash is not None
-        )
+        self._storing.update(part.key for part in parts if part.key is not None)
         self._stores[store_id] = PendingStore(
             generation=self._generation,
             request_id=view.request_id,
             attempt=state.attempt,
             num_prompt_tokens=view.num_prompt_tokens,
-            waiting_ranks=set(range(self._layout.num_ranks)),
+            waiting_ranks=set(range(opened.layout.num_ranks)),
             parts=parts,
-            digests=[[None] * len(part.sizes) for part in parts],
+            digests=[[None if size else 0 for size in part.sizes] for part in parts],
         )
-        return StoreOp(store_id, self._store.pool_ref.incarnation, objects)
+        return StoreOp(store_id, opened.store.pool_ref.incarnation, objects)
 
     def on_worker_meta(self, meta: WorkerMeta) -> None:
         """Ranks are done with copies: publish, drop or release what they touched."""
@@ -337,22 +325,20 @@ class CacheScheduler:
             self._on_load_report(load)
 
     def _on_store_report(self, report: StoreReport) -> None:
-        pending = self._stores.get(report.store_id)
-        if pending is None:
+        pending, opened = self._stores.get(report.store_id), self._open
+        if pending is None or opened is None:
             return
-        assert self._layout is not None
         pending.waiting_ranks.discard(report.rank)
         parts = zip(pending.parts, pending.digests, report.digests, strict=True)
         for part, digests, digest in parts:
-            shard = self._layout.by_tag[part.group].owned_shard.get(report.rank)
-            if shard is not None:
+            shard = opened.layout.by_tag[part.group].owned_shard.get(report.rank)
+            if shard is not None and part.sizes[shard]:
                 digests[shard] = digest
         if not pending.waiting_ranks:
             del self._stores[report.store_id]
-            self._finish_store(report.store_id, pending)
+            self._finish_store(opened.store, report.store_id, pending)
 
-    def _finish_store(self, store_id: int, pending: PendingStore) -> None:
-        assert self._store is not None
+    def _finish_store(self, store: Store, store_id: int, pending: PendingStore) -> None:
         self._bind_keys(pending)
         commits = []
         for part, digests in zip(pending.parts, pending.digests, strict=True):
@@ -361,16 +347,13 @@ class CacheScheduler:
                 continue
             if not part.late:
                 self._storing.discard((part.chunk_hash, part.group))
-            written = [
-                0 if size == 0 else digest for size, digest in zip(part.sizes, digests, strict=True)
-            ]
-            if pending.generation == self._generation and None not in written:
-                whole = [digest for digest in written if digest is not None]
+            whole = [digest for digest in digests if digest is not None]
+            if pending.generation == self._generation and len(whole) == len(digests):
                 commits.append(Commit(part.index, part.chunk_hash, part.parent, part.group, whole))
                 self.ledger.stored(part)
             else:
                 self.ledger.dropped([part])
-        self._store.complete_store(store_id, commits)
+        store.complete_store(store_id, commits)
 
     def _bind_keys(self, pending: PendingStore) -> None:
         """Give parts whose tokens were not known when the step was built their keys."""
@@ -383,14 +366,14 @@ class CacheScheduler:
             # The tokens at these positions may not be those that were fed to the model.
             or pending.attempt != state.attempt
             or pending.num_prompt_tokens != state.view.num_prompt_tokens
-            or self._lookups is None
-            or not self._lookups.extend_chain(state)
+            or self._open is None
+            or not self._open.lookups.extend_chain(state)
         ):
             return
         pending.bind(state.chain.hashes)
 
     def _on_load_report(self, report: LoadReport) -> None:
-        pending = self._loads.get(report.load_id)
+        pending, opened = self._loads.get(report.load_id), self._open
         if pending is None:
             return
         pending.waiting_ranks.discard(report.rank)
@@ -399,17 +382,17 @@ class CacheScheduler:
         if pending.waiting_ranks:
             return
         del self._loads[report.load_id]
-        if self._store is not None and pending.rows:
+        if opened is not None and pending.rows:
             drop = [pending.rows[index] for index in sorted(pending.corrupt)]
-            self._store.complete_load(report.load_id, drop)
+            opened.store.complete_load(report.load_id, drop)
         state = self._requests.get(pending.request_id)
         if state is not None and state.load_id == report.load_id:
             state.load_id = None
             state.bypass |= not pending.ok
         if not pending.ok:
             self.ledger.load_failed(pending)
-        elif self._layout is not None:
-            self.ledger.loaded(pending, self._layout)
+        elif opened is not None:
+            self.ledger.loaded(pending, opened.layout)
 
     # ---- ends ---------------------------------------------------------------------------------
 
@@ -421,10 +404,13 @@ class CacheScheduler:
         for pending in self._stores.values():
             if pending.request_id == request_id:
                 self._bind_keys(pending)
-        self._drop_lookup(state)
-        if self._lookups is not None:
-            self._lookups.read(state)
+        self._forget_lookups(state)
         del self._requests[request_id]
+
+    def _forget_lookups(self, state: RequestState) -> None:
+        if self._open is not None:
+            self._open.lookups.drop(state)
+            self._open.lookups.read(state)
 
     def has_pending_work(self) -> bool:
         """Whether workers' reports are awaited, so that an idle engine must keep stepping."""
@@ -433,48 +419,49 @@ class CacheScheduler:
     def reset(self) -> None:
         """Forget this engine's view at once. Keys of later stores and lookups are new ones."""
         self._generation += 1
+        self._reset_nonce = os.urandom(16).hex()
         self._storing.clear()
+        if (opened := self._open) is None:
+            return
+        namespace = self.namespace(opened.layout)
+        database = TokenDatabase(namespace, opened.layout.chunk_tokens)
         for state in self._requests.values():
-            self._drop_lookup(state)
-            if self._lookups is not None:
-                self._lookups.read(state)
+            self._forget_lookups(state)
+            state.chain = ChunkChain(database)
             # Its blocks are of before: not kept under the new keys, unless it is recomputed.
             state.next_chunk = _NO_CHUNK
-        if self._store is not None:
-            assert self._layout is not None
-            namespace = self.namespace(self._layout, os.urandom(16).hex())
-            self._store.clear(namespace)
-            if self._hidden is not None:
-                self._hidden.clear(namespace)
-            self._new_database(namespace)
+        opened.store.clear(namespace)
+        if opened.hidden is not None:
+            opened.hidden.clear(namespace)
+        opened.database = database
 
     def take_counters(self) -> dict[str, Any]:
         """Plain counters since the last call."""
         stats = None
-        if self._store is not None and time.monotonic() >= self._next_stats:
+        if self._open is not None and time.monotonic() >= self._next_stats:
             self._next_stats = time.monotonic() + _STATS_SECONDS
-            stats = self._store.stats()
+            stats = self._open.store.stats()
         return self.ledger.take(stats)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the request table does not fit what is in flight."""
         expected = {
-            (part.chunk_hash, part.group)
+            part.key
             for pending in self._stores.values()
             if pending.generation == self._generation
             for part in pending.parts
-            if part.chunk_hash is not None and not part.late
+            if part.key is not None and not part.late
         }
         assert self._storing == expected, (self._storing, expected)
-        if self._store is not None:
-            self._store.check_integrity(self._loads.keys(), self._stores.keys())
-        if self._hidden is not None:
-            self._hidden.check_integrity((), ())
+        if self._open is not None:
+            self._open.store.check_integrity(self._loads.keys(), self._stores.keys())
+            if self._open.hidden is not None:
+                self._open.hidden.check_integrity((), ())
 
     def shutdown(self) -> None:
         """Close the stores."""
-        if self._hidden is not None:
-            self._hidden.close()
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        opened, self._open = self._open, None
+        if opened is not None:
+            if opened.hidden is not None:
+                opened.hidden.close()
+            opened.store.close()

@@ -171,9 +171,8 @@ class PoolClient:
             logger.exception("the attachment to the pool at %s has ended", self.path)
 
     def _report(self, error: Exception) -> None:
-        warn_every(
-            logger, "attach", 60.0, "attaching to the pool at %s failed: %s", self.path, error
-        )
+        text = f"attaching to the pool at {self.path} failed: {error}"
+        warn_every(logger, "attach", 60.0, text)
 
     def _live(self) -> None:
         """One life of the pool, from its welcome to its last unmapped extent."""

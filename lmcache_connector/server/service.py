@@ -206,14 +206,8 @@ class PoolService:
         uid = sockets.peer_uid(connection)
         trusted = sockets.is_trusted(uid) or uid in self.allowed_uids
         if not trusted or len(self._sessions) >= _MAX_SESSIONS:
-            warn_every(
-                logger,
-                "refused",
-                10.0,
-                "memory socket: refused a connection of user %d (%d are open)",
-                uid,
-                len(self._sessions),
-            )
+            text = f"refused a connection of user {uid} ({len(self._sessions)} are open)"
+            warn_every(logger, "refused", 10.0, f"memory socket: {text}")
             connection.close()
             return
         connection.setblocking(False)

@@ -255,8 +255,10 @@ def check_memory_budget(kv_bytes: int, hidden_bytes: int = 0) -> str | None:
     memfd pages count as used memory and in the cgroup: exceeding either is a kill by the
     kernel, not an error.
     """
-    nbytes, available = kv_bytes + hidden_bytes, _meminfo_available()
-    if available is not None and nbytes > available:
+    nbytes = kv_bytes + hidden_bytes
+    available_kib = _figures(_PROC / "meminfo").get("MemAvailable:")
+    available = nbytes if available_kib is None else available_kib * 1024
+    if nbytes > available:
         return _over_budget(nbytes, available, "are available on this host (MemAvailable)")
     for limit, usage in _cgroup_budgets():
         if nbytes > limit - usage:
@@ -274,12 +276,12 @@ def _over_budget(nbytes: int, room: int, source: str) -> str:
     )
 
 
-def _meminfo_available() -> int | None:
+def _figures(path: Path) -> dict[str, int]:
+    """The numbers that a file of the kernel names, a line each; none where it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (_PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return {name: int(value) for name, value, *_ in lines}
+    return {}
 
 
 def _cgroup_budgets() -> Iterator[tuple[int, int]]:
@@ -303,17 +305,9 @@ def _cgroup_budgets() -> Iterator[tuple[int, int]]:
             with contextlib.suppress(OSError, ValueError):
                 limit = int((directory / limit_name).read_text())
                 usage = int((directory / usage_name).read_text())
-                yield limit, usage - _page_cache_bytes(directory, prefix)
+                # The kernel drops file pages before it kills (memfd is not among them).
+                stat = _figures(directory / "memory.stat")
+                cached = [stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active")]
+                yield limit, usage - sum(cached)
             if directory == root:
                 break
-
-
-def _page_cache_bytes(directory: Path, prefix: str) -> int:
-    """File pages of a cgroup; the kernel drops them before it kills (memfd is not among them)."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in (directory / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in (f"{prefix}inactive_file", f"{prefix}active_file"):
-                total += int(value)
-    return total

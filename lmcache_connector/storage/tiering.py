@@ -317,7 +317,7 @@ def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
         except StartupError as error:
             problems.extend(error.problems)
         except TierError as error:
-            problems.append(f"tiers: {text} cannot be used: {error}")
+            problems.append(f"tiers: {text}: {error}")
     if problems:
         for _, tier in tiers:
             tier.close()

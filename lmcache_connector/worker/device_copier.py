@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +27,7 @@ from lmcache_connector.worker.staging import (
     split_job,
 )
 
-__all__ = ["DeviceCopier", "PageJob"]
-
 _REGISTER_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-
-
-class _Segment(NamedTuple):
-    """Blocks of a job that are contiguous in host memory and in staging."""
-
-    host: torch.Tensor
-    # Bytes from the job's first block in staging.
-    offset: int
 
 
 class _Extents:
@@ -86,9 +76,10 @@ class _Extents:
                 "pool memory"
             )
 
-    def segments(self, job: PageJob) -> list[_Segment]:
-        """Host memory of a checked job's blocks. Neighbours are merged, but never across two
-        extents: a single copy must not span two registrations."""
+    def segments(self, job: PageJob) -> list[tuple[torch.Tensor, int]]:
+        """Host memory of a checked job's blocks, with its place behind the first block in staging,
+        in bytes. Neighbours are merged, but never across two extents: a single copy must not span
+        two registrations."""
         bounds, slots, block_bytes = self._bounds, job.slot_addresses, job.block_bytes
         extent = np.searchsorted(bounds[:, 0], slots, side="right") - 1
         apart = (slots[1:] - slots[:-1] != block_bytes) | (extent[1:] != extent[:-1])
@@ -98,7 +89,7 @@ class _Extents:
             address = int(bounds[extent[first], 0])
             start = int(slots[first]) - address
             host = self._tensors[address][start : start + (last - first) * block_bytes]
-            segments.append(_Segment(host, first * block_bytes))
+            segments.append((host, first * block_bytes))
         return segments
 
 
@@ -110,9 +101,7 @@ class _Area:
     freed: torch.cuda.Event | None = None
 
 
-class _Placed(NamedTuple):
-    piece: PageJob
-    area: _Area
+_Placed = tuple[PageJob, _Area]
 
 
 class _Stage(NamedTuple):
@@ -122,15 +111,13 @@ class _Stage(NamedTuple):
     copy: Callable[[PageJob, int], None]
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A copy under way."""
+class _Flight(NamedTuple):
+    """A copy under way: everything is on its stream."""
 
     in_ring: bool
     # Pinned sources of uploads that may not have run yet.
-    tables: list[torch.Tensor] = field(default_factory=list)
-    # Set once everything is on its stream.
-    ended: torch.cuda.Event | None = None
+    tables: list[torch.Tensor]
+    ended: torch.cuda.Event
 
 
 class DeviceCopier:
@@ -151,7 +138,7 @@ class DeviceCopier:
         self._ring = StagingRing(2 * self._area_bytes)
         self._load_areas = [_Area(2 * self._area_bytes), _Area(3 * self._area_bytes)]
         self._flights: dict[int, _Flight] = {}
-        self._next_ticket = 0
+        self._tickets = itertools.count()
         # Staging is written to in and out of inference mode: it must not be an inference tensor.
         with torch.cuda.device(device), torch.inference_mode(False):
             self._staging = torch.empty(4 * self._area_bytes, dtype=torch.uint8, device=device)
@@ -216,10 +203,10 @@ class DeviceCopier:
         start = self._ring.take(min(total, self._ring.capacity))
         if start is None:
             return None
-        flight = _Flight(in_ring=True)
+        tables: list[torch.Tensor] = []
 
         def gather(piece: PageJob, offset: int) -> None:
-            flight.tables.append(self._upload_table(piece, offset))
+            tables.append(self._upload_table(piece, offset))
             if piece.run_pitch != piece.run_bytes:
                 self._staged_blocks(piece, offset).zero_()
             self._launch(self._kernels.gather_pages, piece, offset)
@@ -235,8 +222,8 @@ class DeviceCopier:
             if total <= self._ring.capacity
             else self._alternate(jobs, [_Area(0), _Area(self._area_bytes)])
         )
-        flight.ended = _pipeline(plan, _Stage(compute, gather), _Stage(self._to_host, send))
-        return self._issue(flight)
+        ended = _pipeline(plan, _Stage(compute, gather), _Stage(self._to_host, send))
+        return self._issue(_Flight(True, tables, ended))
 
     def load(self, runs: Sequence[PageJob]) -> int:
         """Copy slots to pages, behind what the current stream holds now; a ticket.
@@ -249,10 +236,10 @@ class DeviceCopier:
         jobs = self._checked(runs)
         if not jobs:
             return self._issue(None)
-        flight = _Flight(in_ring=False)
+        tables: list[torch.Tensor] = []
 
         def fetch(piece: PageJob, offset: int) -> None:
-            flight.tables.append(self._upload_table(piece, offset))
+            tables.append(self._upload_table(piece, offset))
             blocks = self._staged_blocks(piece, offset)
             for host, begin in self._extents.segments(piece):
                 blocks[begin : begin + host.numel()].copy_(host, non_blocking=True)
@@ -263,10 +250,8 @@ class DeviceCopier:
         # Only pages are behind the current stream's work: slots can be read at once.
         self._to_pages.wait_stream(torch.cuda.current_stream(self._device))
         plan = self._alternate(jobs, self._load_areas)
-        flight.ended = _pipeline(
-            plan, _Stage(self._to_device, fetch), _Stage(self._to_pages, scatter)
-        )
-        return self._issue(flight)
+        ended = _pipeline(plan, _Stage(self._to_device, fetch), _Stage(self._to_pages, scatter))
+        return self._issue(_Flight(False, tables, ended))
 
     def done(self, ticket: int) -> bool:
         """Whether the copy has ended. Does not wait."""
@@ -275,9 +260,8 @@ class DeviceCopier:
 
     def wait(self, ticket: int) -> None:
         """Return when the copy has ended."""
-        flight = self._flights.get(ticket)
-        if flight is not None and flight.ended is not None:
-            flight.ended.synchronize()
+        if ticket in self._flights:
+            self._flights[ticket].ended.synchronize()
 
     def close(self) -> None:
         """Wait for every copy, then unpin all extents.
@@ -299,8 +283,7 @@ class DeviceCopier:
         return jobs
 
     def _issue(self, flight: _Flight | None) -> int:
-        ticket = self._next_ticket
-        self._next_ticket += 1
+        ticket = next(self._tickets)
         if flight is not None:
             self._flights[ticket] = flight
         return ticket
@@ -309,7 +292,7 @@ class DeviceCopier:
         """Forget the copies that have ended. Stores end in order, so that each one seen to have
         ended frees the oldest part of the ring."""
         for ticket, flight in list(self._flights.items()):
-            if flight.ended is not None and flight.ended.query():
+            if flight.ended.query():
                 del self._flights[ticket]
                 if flight.in_ring:
                     self._ring.release_oldest()
@@ -319,7 +302,7 @@ class DeviceCopier:
         turns = itertools.cycle(areas)
         for job in jobs:
             for piece in split_job(job, self._area_bytes):
-                yield _Placed(piece, next(turns))
+                yield piece, next(turns)
 
     def _staged_table(self, piece: PageJob, offset: int) -> torch.Tensor:
         count = len(piece.run_addresses) + 2 * len(piece.block_ids)
@@ -343,32 +326,19 @@ class DeviceCopier:
         return pinned
 
     def _launch(self, kernel: Callable[..., None], piece: PageJob, offset: int) -> None:
-        num_runs, num_blocks = len(piece.run_addresses), len(piece.block_ids)
-        runs, ids, slots = self._staged_table(piece, offset).split(
-            [num_runs, num_blocks, num_blocks]
-        )
-        word_bytes = self._kernels.word_bytes_of(
-            piece.run_addresses,
-            piece.block_stride,
-            piece.run_bytes,
-            self._staged_addresses(piece, offset),
-            piece.run_pitch,
-        )
-        kernel(
-            runs,
-            piece.block_stride,
-            piece.run_bytes,
-            ids,
-            slots,
-            piece.run_pitch,
-            word_bytes=word_bytes,
-        )
+        run_addresses, stride, run_bytes, block_ids, _, pitch = piece
+        num_blocks = len(block_ids)
+        sizes = [len(run_addresses), num_blocks, num_blocks]
+        runs, ids, slots = self._staged_table(piece, offset).split(sizes)
+        staged = self._staged_addresses(piece, offset)
+        word_bytes = self._kernels.word_bytes_of(run_addresses, stride, run_bytes, staged, pitch)
+        kernel(runs, stride, run_bytes, ids, slots, pitch, word_bytes=word_bytes)
 
 
 def _line_up(jobs: Sequence[PageJob], start: int) -> Iterator[_Placed]:
     """Whole jobs one after the other from ``start``."""
     for job in jobs:
-        yield _Placed(job, _Area(start))
+        yield job, _Area(start)
         start += job.staged_bytes
 
 

@@ -7,6 +7,7 @@ copied a whole block at a time. Padding belongs to no run.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -52,7 +53,6 @@ class PageRuns:
     run_bytes: int
     # Distance between two runs inside an object.
     run_pitch: int
-    num_blocks: int
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -107,7 +107,8 @@ def layer_runs(name: str, pages: torch.Tensor, page_bytes: int) -> LayerRuns:
     end = in_storage + int(offsets[-1]) + run_bytes + (pages.shape[0] - 1) * block_stride
     if in_storage < 0 or end > storage.nbytes():
         raise GeometryError(f"layer {name}: {describe(pages)} leaves its storage")
-    storage_address = _as_int64(storage.data_ptr())
+    # Some devices' addresses have the highest bit set: the same 64 bits as a signed number.
+    storage_address = ctypes.c_int64(storage.data_ptr()).value
     return LayerRuns(
         name=name,
         addresses=offsets + (storage_address + in_storage),
@@ -116,11 +117,6 @@ def layer_runs(name: str, pages: torch.Tensor, page_bytes: int) -> LayerRuns:
         num_blocks=pages.shape[0],
         storage_address=storage_address,
     )
-
-
-def _as_int64(address: int) -> int:
-    """The same 64 bits as a signed number: some devices' addresses have the highest bit set."""
-    return address - (1 << 64) if address >> 63 else address
 
 
 def check_disjoint(layers: Sequence[LayerRuns]) -> None:
@@ -197,6 +193,5 @@ def merge_layer_runs(layers: Sequence[LayerRuns]) -> tuple[PageRuns, str]:
         block_stride=head.block_stride,
         run_bytes=run_bytes,
         run_pitch=align_up(run_bytes, PAGE_ALIGNMENT),
-        num_blocks=head.num_blocks,
     )
     return runs, digest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 import torch
@@ -34,14 +34,13 @@ RegisteredCache = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Where this worker stands among the engine's workers."""
+    """Where this worker stands among the engine's workers: fields of its WorkerGeometry."""
 
     rank: int = 0
     pp_rank: int = 0
     pp_size: int = 1
     tp_rank: int = 0
     tp_size: int = 1
-    # WorkerGeometry.backends
     backends: tuple[str, ...] = ()
 
 
@@ -99,19 +98,23 @@ def register_kv_caches(
             problems.append(str(error))
             continue
         runs.append(merged)
-        kernel_groups.append(_kernel_group(identity, indices, merged, order))
+        kernel_groups.append(
+            msgspec.structs.replace(
+                identity,
+                layer_indices=indices,
+                nl=len(indices),
+                num_runs=len(merged.run_addresses),
+                run_bytes=merged.run_bytes,
+                content_order=order,
+            )
+        )
     if problems:
         raise GeometryError("\n".join(problems))
     geometry = WorkerGeometry(
-        rank=ranks.rank,
-        pp_rank=ranks.pp_rank,
-        pp_size=ranks.pp_size,
-        tp_rank=ranks.tp_rank,
-        tp_size=ranks.tp_size,
+        **asdict(ranks),
         chunk_tokens=chunk_tokens,
         engine_groups=engine_group_infos(kernel_groups),
         kernel_groups=tuple(kernel_groups),
-        backends=ranks.backends,
     )
     validate_geometry(geometry)
     return Registration(geometry, tuple(runs))
@@ -136,17 +139,15 @@ def _read_layers(
                     f"layer {spec.name} of engine group {group.engine_group_id} has no "
                     "registered KV cache"
                 )
-                continue
-            if index in layers:
+            elif index in layers:
                 problems.append(f"layer {spec.name} is named by two engine groups")
-                continue
-            try:
-                view = page_view(spec, kv_caches[spec.name], num_blocks)
-                runs = layer_runs(spec.name, view.tensor, spec.page_bytes)
-            except GeometryError as error:
-                problems.append(str(error))
-                continue
-            layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+            else:
+                try:
+                    view = page_view(spec, kv_caches[spec.name], num_blocks)
+                    runs = layer_runs(spec.name, view.tensor, spec.page_bytes)
+                    layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+                except GeometryError as error:
+                    problems.append(str(error))
     return layers
 
 
@@ -156,9 +157,7 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
     cells = view.kv_size * spec.num_heads * spec.slots_per_block * element_size
     return KVLayerGroupInfo(
         engine_group_idx=engine_group_id,
-        layer_indices=(),
         kv_size=view.kv_size,
-        nl=0,
         nb=pages.shape[0],
         bs=spec.slots_per_block,
         nh=spec.num_heads,
@@ -173,20 +172,5 @@ def _identity(engine_group_id: int, spec: LayerSpec, view: PageView) -> KVLayerG
         recurrent_state=spec.rule.kind is ReuseKind.STATE,
         rule=spec.rule,
         num_shards=spec.num_shards,
-        num_runs=0,
-        run_bytes=0,
         extra_object_group_tag=HIDDEN_STATES if spec.family == "hidden" else 0,
-    )
-
-
-def _kernel_group(
-    identity: KVLayerGroupInfo, indices: tuple[int, ...], runs: PageRuns, order: str
-) -> KVLayerGroupInfo:
-    return msgspec.structs.replace(
-        identity,
-        layer_indices=indices,
-        nl=len(indices),
-        num_runs=len(runs.run_addresses),
-        run_bytes=runs.run_bytes,
-        content_order=order,
     )

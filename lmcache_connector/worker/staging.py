@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from lmcache_connector.groups import PAGE_ALIGNMENT, align_up
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -19,13 +21,8 @@ STAGING_ALIGNMENT = 128
 _ENTRY_BYTES = 8  # of a kernel's int64 tables
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class PageJob:
-    """Blocks of one kernel group, and where each lies in its slot.
+class PageJob(NamedTuple):
+    """Blocks of one kernel group, and where each lies in its slot: the page copiers' arguments.
 
     Run r of block b is ``run_bytes`` at ``run_addresses[r] + b * block_stride``. In its slot,
     block n starts at ``slot_addresses[n]`` and its runs lie ``run_pitch`` bytes apart.
@@ -34,20 +31,9 @@ class PageJob:
     run_addresses: Int64Array  # [R]
     block_stride: int
     run_bytes: int
-    run_pitch: int
     block_ids: Int64Array  # [N]; a negative one is skipped
     slot_addresses: Int64Array  # [N]
-
-    def tables(self) -> tuple[Int64Array, int, int, Int64Array, Int64Array, int]:
-        """Arguments of the page copiers, in their order."""
-        return (
-            self.run_addresses,
-            self.block_stride,
-            self.run_bytes,
-            self.block_ids,
-            self.slot_addresses,
-            self.run_pitch,
-        )
+    run_pitch: int
 
     @property
     def block_bytes(self) -> int:
@@ -57,12 +43,14 @@ class PageJob:
     @property
     def table_bytes(self) -> int:
         """Bytes of the kernel's tables in staging."""
-        return _align(_ENTRY_BYTES * (len(self.run_addresses) + 2 * len(self.block_ids)))
+        num_entries = len(self.run_addresses) + 2 * len(self.block_ids)
+        return align_up(_ENTRY_BYTES * num_entries, STAGING_ALIGNMENT)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes that tables and blocks take in staging."""
-        return self.table_bytes + _align(len(self.block_ids) * self.block_bytes)
+        block_bytes = len(self.block_ids) * self.block_bytes
+        return self.table_bytes + align_up(block_bytes, STAGING_ALIGNMENT)
 
 
 def real_blocks(job: PageJob) -> PageJob:
@@ -70,7 +58,7 @@ def real_blocks(job: PageJob) -> PageJob:
     real = job.block_ids >= 0
     if real.all():
         return job
-    return replace(job, block_ids=job.block_ids[real], slot_addresses=job.slot_addresses[real])
+    return job._replace(block_ids=job.block_ids[real], slot_addresses=job.slot_addresses[real])
 
 
 def split_job(job: PageJob, area_bytes: int) -> Iterator[PageJob]:
@@ -83,29 +71,26 @@ def split_job(job: PageJob, area_bytes: int) -> Iterator[PageJob]:
     if num_runs * _ENTRY_BYTES + per_block <= room:
         count = (room - num_runs * _ENTRY_BYTES) // per_block
         for first in range(0, len(job.block_ids), count):
-            yield replace(
-                job,
+            yield job._replace(
                 block_ids=job.block_ids[first : first + count],
                 slot_addresses=job.slot_addresses[first : first + count],
             )
     elif num_runs > 1:
         count = max(1, (room - 2 * _ENTRY_BYTES) // (job.run_pitch + _ENTRY_BYTES))
         for first in range(0, num_runs, count):
-            runs = replace(
-                job,
+            runs = job._replace(
                 run_addresses=job.run_addresses[first : first + count],
                 slot_addresses=job.slot_addresses + first * job.run_pitch,
             )
             yield from split_job(runs, area_bytes)
     else:
-        count = (room - 3 * _ENTRY_BYTES) // 16 * 16
+        count = (room - 3 * _ENTRY_BYTES) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         for first in range(0, job.run_bytes, count):
             nbytes = min(count, job.run_bytes - first)
-            part = replace(
-                job,
+            part = job._replace(
                 run_addresses=job.run_addresses + first,
                 run_bytes=nbytes,
-                run_pitch=-(-nbytes // 16) * 16,
+                run_pitch=align_up(nbytes, PAGE_ALIGNMENT),
                 slot_addresses=job.slot_addresses + first,
             )
             yield from split_job(part, area_bytes)

@@ -17,9 +17,8 @@ import torch
 import xxhash
 
 from lmcache_connector.triton_kernels import reference
-from lmcache_connector.worker.device_copier import PageJob
-
-__all__ = ["Copier", "CpuCopier", "GpuCopier", "PageJob", "SlotCheck", "make_copier"]
+from lmcache_connector.worker.device_copier import DeviceCopier
+from lmcache_connector.worker.staging import PageJob
 
 # Hashing one slot runs at memory speed and releases the interpreter lock; a few threads keep up
 # with a PCIe link.
@@ -82,7 +81,7 @@ class CpuCopier:
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         for job in jobs:
-            reference.gather_pages(*job.tables())
+            reference.gather_pages(*job)
         return self._keep([check.digest() for check in checks])
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
@@ -90,7 +89,7 @@ class CpuCopier:
         # Bytes that fail their check do not reach the engine's blocks at all.
         if all(d == check.expected for d, check in zip(digests, checks, strict=True)):
             for job in jobs:
-                reference.scatter_pages(*job.tables())
+                reference.scatter_pages(*job)
         return self._keep(digests)
 
     def _keep(self, digests: list[int]) -> int:
@@ -107,7 +106,6 @@ class CpuCopier:
 
 @dataclass(slots=True)
 class _DeviceCopy:
-    ticket: int
     checks: Sequence[SlotCheck]
     # Started at once for a load, after the copy for a store.
     hashing: list[Future[int]] | None
@@ -119,12 +117,8 @@ class GpuCopier:
     touch_ahead = False
 
     def __init__(self, device: torch.device) -> None:
-        # Not before it is needed: CPU engines run without Triton.
-        from lmcache_connector.worker.device_copier import DeviceCopier
-
         self._device = DeviceCopier(device)
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
-        self._tickets = itertools.count()
         self._copies: dict[int, _DeviceCopy] = {}
 
     def register_extent(self, address: int, nbytes: int) -> None:
@@ -135,23 +129,21 @@ class GpuCopier:
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.store(jobs)
-        return None if ticket is None else self._keep(_DeviceCopy(ticket, checks, None))
+        if ticket is not None:
+            self._copies[ticket] = _DeviceCopy(checks, None)
+        return ticket
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.load(jobs)
-        return self._keep(_DeviceCopy(ticket, checks, self._hash(checks)))
+        self._copies[ticket] = _DeviceCopy(checks, self._hash(checks))
+        return ticket
 
     def _hash(self, checks: Sequence[SlotCheck]) -> list[Future[int]]:
         return [self._threads.submit(check.digest) for check in checks]
 
-    def _keep(self, copy: _DeviceCopy) -> int:
-        ticket = next(self._tickets)
-        self._copies[ticket] = copy
-        return ticket
-
     def result(self, ticket: int) -> list[int] | None:
         copy = self._copies[ticket]
-        if not self._device.done(copy.ticket):
+        if not self._device.done(ticket):
             return None
         if copy.hashing is None:
             copy.hashing = self._hash(copy.checks)
@@ -161,8 +153,8 @@ class GpuCopier:
         return [future.result() for future in copy.hashing]
 
     def close(self) -> None:
-        for copy in self._copies.values():
-            self._device.wait(copy.ticket)
+        for ticket in self._copies:
+            self._device.wait(ticket)
         self._threads.shutdown()
         self._device.close()
 

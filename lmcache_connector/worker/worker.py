@@ -7,9 +7,10 @@ passed, a digest that does not match, an op that does not fit its geometry) it r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +32,12 @@ from lmcache_connector.metadata import (
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.worker.page_runs import PageRuns
 from lmcache_connector.worker.register import Registration
-from lmcache_connector.worker.transfer import Copier, PageJob, SlotCheck
+from lmcache_connector.worker.staging import PageJob
+from lmcache_connector.worker.transfer import Copier, SlotCheck
 
 logger = init_logger(__name__)
 
-Copy = Callable[[Sequence[PageJob], Sequence[SlotCheck]], int | None]
+_Op = TypeVar("_Op", LoadOp, StoreOp)
 
 
 @dataclass(slots=True)
@@ -44,14 +46,14 @@ class _Running:
 
     ticket: int
     started: float
-    # By object of the op: this rank's slot, or None where it has nothing to copy.
-    checks: list[SlotCheck | None]
+    # This rank's slots, by index of the op's object; none where it has nothing to copy.
+    checks: dict[int, SlotCheck]
     # Holds the memory for it.
     client: PoolClient
 
     def end(self) -> None:
         """Let go of the memory: nothing touches it any more."""
-        for check in _present(self.checks):
+        for check in self.checks.values():
             check.view.release()
         self.client.drop()
 
@@ -101,53 +103,41 @@ class CacheWorker:
         if meta.pool is not None:
             self.attach(meta.pool.socket_path, meta.pool.instance)
         for op in meta.loads:
-            try:
-                running = self._start_load(op)
-            except ConnectorError as error:
-                warn_every(logger, "load", 60.0, f"load refused: {error}")
-                running = None
-            if running is None:
-                self._report_load(op, ok=False)
-            else:
+            if op.objects and time.monotonic() <= op.deadline and (running := self._start(op)):
                 self._loads[op.load_id] = (op, running)
+            else:
+                self._report_load(op, ok=False)
         self._poll_loads()
 
     def save(self, meta: StepMeta) -> None:
         """Begin the step's stores; on return no later forward can change what they read."""
         for op in meta.stores:
-            try:
-                running = self._start_store(op)
-            except ConnectorError as error:
-                warn_every(logger, "store", 60.0, f"store refused: {error}")
-                running = None
-            if running is None:
-                self._store_reports.append(
-                    StoreReport(op.store_id, self.geometry.rank, [None] * len(op.objects))
-                )
-            else:
+            if running := self._start(op):
                 self._stores[op.store_id] = (op, running)
+            else:
+                nothing: list[int | None] = [None] * len(op.objects)
+                self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, nothing))
         self._poll_stores()
 
-    def _start_load(self, op: LoadOp) -> _Running | None:
-        if not op.objects or time.monotonic() > op.deadline:
-            return None
-        return self._start(op, self._copier.load, storing=False)
-
-    def _start_store(self, op: StoreOp) -> _Running | None:
-        return self._start(op, self._copier.store, storing=True)
-
-    def _start(self, op: LoadOp | StoreOp, copy: Copy, *, storing: bool) -> _Running | None:
-        """Begin an op's copies; None when it is of another life of the pool, or has no room."""
+    def _start(self, op: LoadOp | StoreOp) -> _Running | None:
+        """Begin an op's copies; None when it is of another life of the pool, has no room, or does
+        not fit what is registered."""
         client = next((c for c in self._clients if c.hold(op.incarnation)), None)
         if client is None:
             return None
-        running = _Running(-1, time.monotonic(), [], client)
+        storing = isinstance(op, StoreOp)
+        running = _Running(-1, time.monotonic(), {}, client)
         ticket = None
         try:
             jobs = _JobBuilder(self.geometry, self._runs)
-            for obj in op.objects:
-                running.checks.append(self._add_object(jobs, client, obj, storing=storing))
-            ticket = copy(jobs.build(), _present(running.checks))
+            for index, obj in enumerate(op.objects):
+                if check := self._add_object(jobs, client, obj, storing=storing):
+                    running.checks[index] = check
+            copy = self._copier.store if storing else self._copier.load
+            ticket = copy(jobs.build(), list(running.checks.values()))
+        except ConnectorError as error:
+            what = "store" if storing else "load"
+            warn_every(logger, what, 60.0, f"{what} refused: {error}")
         finally:
             if ticket is None:
                 running.end()
@@ -171,35 +161,32 @@ class CacheWorker:
         digest = None if storing else obj.digests[shard]
         return SlotCheck(client.view(slot)[:nbytes], nbytes, digest)
 
-    def _poll_loads(self) -> None:
-        for load_id, (op, running) in list(self._loads.items()):
+    def _ended(
+        self, copies: dict[int, tuple[_Op, _Running]]
+    ) -> Iterator[tuple[_Op, _Running, dict[int, int]]]:
+        """Copies that have ended since the last call, with their digests by index of the object."""
+        for op_id, (op, running) in list(copies.items()):
             result = self._copier.result(running.ticket)
             if result is None:
                 continue
-            del self._loads[load_id]
+            del copies[op_id]
             running.end()
-            corrupt = _corrupt_objects(running.checks, result)
+            yield op, running, dict(zip(running.checks, result, strict=True))
+
+    def _poll_loads(self) -> None:
+        for op, running, digests in self._ended(self._loads):
+            checks = running.checks.items()
+            corrupt = [index for index, check in checks if check.expected != digests[index]]
             self.counters.load_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.load_bytes, op.objects, running)
             self._report_load(op, ok=not corrupt, corrupt=corrupt)
 
     def _poll_stores(self) -> None:
-        for store_id, (op, running) in list(self._stores.items()):
-            result = self._copier.result(running.ticket)
-            if result is None:
-                continue
-            del self._stores[store_id]
-            running.end()
+        for op, running, digests in self._ended(self._stores):
             self.counters.store_seconds += time.monotonic() - running.started
             _count_bytes(self.counters.store_bytes, op.objects, running)
-            digests = iter(result)
-            self._store_reports.append(
-                StoreReport(
-                    op.store_id,
-                    self.geometry.rank,
-                    [None if check is None else next(digests) for check in running.checks],
-                )
-            )
+            written = [digests.get(index) for index in range(len(op.objects))]
+            self._store_reports.append(StoreReport(op.store_id, self.geometry.rank, written))
 
     def _report_load(self, op: LoadOp, *, ok: bool, corrupt: Sequence[int] = ()) -> None:
         self._load_reports.append(LoadReport(op.load_id, self.geometry.rank, ok, list(corrupt)))
@@ -219,7 +206,7 @@ class CacheWorker:
         """Reports since the last call, or None."""
         meta = WorkerMeta(self._store_reports, self._load_reports)
         self._store_reports, self._load_reports = [], []
-        return None if meta.is_empty() else meta
+        return meta if meta.stores or meta.loads else None
 
     def shutdown(self) -> None:
         """End running copies, then unmap the pool."""
@@ -232,23 +219,9 @@ class CacheWorker:
         self._clients.clear()
 
 
-def _present(checks: Sequence[SlotCheck | None]) -> list[SlotCheck]:
-    return [check for check in checks if check is not None]
-
-
 def _count_bytes(counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running) -> None:
-    for obj, check in zip(objects, running.checks, strict=True):
-        if check is not None:
-            count_group(counter, obj.group, check.nbytes)
-
-
-def _corrupt_objects(checks: Sequence[SlotCheck | None], digests: Sequence[int]) -> list[int]:
-    found = iter(digests)
-    return [
-        index
-        for index, check in enumerate(checks)
-        if check is not None and next(found) != check.expected
-    ]
+    for index, check in running.checks.items():
+        count_group(counter, objects[index].group, check.nbytes)
 
 
 class _JobBuilder:

@@ -258,7 +258,7 @@ class Host:
     @property
     def store(self) -> Any:
         """The store, embedded or a client."""
-        return self.scheduler._store
+        return self.scheduler._open.store
 
     @property
     def engine(self) -> Any:

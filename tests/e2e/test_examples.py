@@ -78,6 +78,13 @@ def test_extraction_example(tmp_path: Path) -> None:
     assert len(os.listdir(out)) == 2
 
 
+def test_thinker_talker_example(tmp_path: Path) -> None:
+    lines = run_script("examples/thinker_talker.py", log=tmp_path / "log")
+    assert any(line.startswith("computed: 0 tokens reused, 3015 rows, codes ") for line in lines)
+    assert any(line.startswith("restored: 2,816 tokens reused, 3015 rows") for line in lines)
+    assert "same rows: yes; same codes: yes" in lines
+
+
 @contextlib.contextmanager
 def serving(command: list[str], log: Path) -> Iterator[str]:
     """A server that answers; its URL."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -21,11 +22,13 @@ with warnings.catch_warnings():
     import vllm.v1.request
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
 
+from transformers import PretrainedConfig
 from vllm.v1 import kv_cache_interface as vi
+from vllm.v1.engine.core import EngineCore
 
-from lmcache_connector import vllm_request, vllm_view
+from lmcache_connector import vllm_engine, vllm_request, vllm_view
 from lmcache_connector.config import RequestParams
-from lmcache_connector.errors import StartupError, UnsupportedVllmError
+from lmcache_connector.errors import ConfigError, StartupError, UnsupportedVllmError
 from lmcache_connector.groups import ReuseKind, ReuseRule
 from lmcache_connector.keys import ChunkChain, TokenDatabase
 from lmcache_connector.observability.cli import salted_extra
@@ -400,18 +403,79 @@ def test_adapters(tmp_path: Path) -> None:
     assert len({hash_ for one in everything for hash_ in one}) == 20
 
 
-def test_an_adapter_is_read_once_per_load(tmp_path: Path) -> None:
-    digests: dict[Any, str] = {}
-    first = hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"1")), digests)
-    # The files change while the engine keeps what it loaded.
+def test_an_adapter_is_read_once_per_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: dict[Any, Any] = {}
+    lora = adapter(tmp_path / "x", b"1")
+    first = hashes(make_request(PROMPT, lora_request=lora), digests)
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_request, "adapter_digest", lambda _: pytest.fail("read again"))
+        assert hashes(make_request(PROMPT, lora_request=lora), digests) == first
+    # The files change; the engine may keep what it loaded, or load it anew at any time.
     same_load = make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2"))
-    assert hashes(same_load, digests) == first
+    with pytest.raises(OSError, match="have changed since it was loaded"):
+        hashes(same_load, digests)
     reloaded = adapter(tmp_path / "x", b"2", load_inplace=True)
     again = hashes(make_request(PROMPT, lora_request=reloaded), digests)
     assert not set(again) & set(first)
-    assert hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2")), digests) == (
-        again
-    )
+    later = msgspec.structs.replace(reloaded, load_inplace=False)
+    assert hashes(make_request(PROMPT, lora_request=later), digests) == again
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.resets = 0
+        self.digests: dict[Any, Any] = {}
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def on_adapter(self, lora: Any) -> None:
+        vllm_request.note_adapter(lora, self.digests, reload=True)
+
+
+def core_of(answer: Callable[..., Any]) -> Any:
+    """As much of an engine core as the calls need."""
+    executor = SimpleNamespace(collective_rpc=answer, add_lora=answer)
+    core = EngineCore.__new__(EngineCore)
+    core.model_executor = executor
+    return core
+
+
+def test_an_adapter_is_read_when_it_is_loaded(tmp_path: Path) -> None:
+    watcher, lora = Watcher(), adapter(tmp_path / "x", b"1")
+    vllm_engine.watch(watcher)
+    assert core_of(lambda lora: True).add_lora(lora) is True
+    # Other files by the time of the first request with it.
+    with pytest.raises(OSError, match="have changed since it was loaded"):
+        hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2")), watcher.digests)
+
+
+@pytest.mark.parametrize(
+    ("method", "resets"),
+    [
+        ("reload_weights", 1),
+        ("update_weights", 1),
+        ("finish_weight_update", 1),
+        ("load_model", 1),
+        ("my_update_weights_from_ipc", 1),
+        ("execute_model", 0),
+        (lambda worker: None, 0),
+    ],
+)
+def test_new_weights_are_noticed(method: Any, resets: int) -> None:
+    watcher = Watcher()
+    vllm_engine.watch(watcher)
+    vllm_engine.watch(watcher)
+    core = core_of(lambda *args: [args])
+    assert core.collective_rpc(method, 1.0) == [(method, 1.0, (), None)]
+    assert watcher.resets == resets
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("half of them are loaded")
+
+    with pytest.raises(RuntimeError):
+        core_of(fail).collective_rpc(method)
+    assert watcher.resets == 2 * resets
 
 
 def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path) -> None:
@@ -574,10 +638,51 @@ def test_backends_and_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     layers = {"layer": SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    hf_config = PretrainedConfig(attn_temperature_tuning=False)
+    model = SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config)
+    compiled = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(compilation_config=compiled, model_config=model)
     names = vllm_view.backend_names(config, kv_config(group(full())))
     assert "CPUAttentionBackend" in names[0]
-    assert names[-1].startswith("cpu/")
+    assert names[-2].startswith("cpu/")
+    # A model may change its configuration while it is built.
+    hf_config.attn_temperature_tuning = True
+    tuned = vllm_view.backend_names(config, kv_config(group(full())))
+    assert tuned != names
+    hf_config.attn_temperature_tuning = False
+    assert vllm_view.backend_names(config, kv_config(group(full()))) == names
     change: Callable[..., None] = monkeypatch.setattr
     change(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert vllm_view.backend_names(config, kv_config(group(full()))) != names
+
+
+def test_a_mistake_is_told_before_the_model_is_loaded() -> None:
+    """Where vLLM asks what CUDA graphs it may use."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from lmcache_connector.connector import LMCacheHybridConnector
+
+    ask = LMCacheHybridConnector.requires_piecewise_for_cudagraph
+    assert ask({"chunk_size": 256}) is KVConnectorBase_V1.requires_piecewise_for_cudagraph({})
+    with pytest.raises(ConfigError, match="did you mean chunk_size"):
+        ask({"chunk_sise": 256})
+
+
+def test_what_states_are_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are registered as bytes."""
+    hf_config = PretrainedConfig()
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        model_config=SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config),
+    )
+    half = torch.float16
+    kinds = [
+        mamba(),
+        mamba(dtypes=(half, torch.float32)),
+        mamba(dtypes=(BF16, half), shapes=((3, 512), (4, 128, 128))),
+        mamba(shapes=((512, 3), (2, 128, 128))),
+    ]
+    told = [vllm_view.backend_names(config, kv_config(group(kind))) for kind in kinds]
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    told.append(vllm_view.backend_names(config, kv_config(group(mamba()))))
+    assert len(set(told)) == 5

@@ -43,7 +43,8 @@ _find_package()
 
 from lmcache_connector import triton_kernels  # noqa: E402
 from lmcache_connector.triton_kernels import paged_copy, reference  # noqa: E402
-from lmcache_connector.worker.device_copier import DeviceCopier, PageJob  # noqa: E402
+from lmcache_connector.worker.device_copier import DeviceCopier  # noqa: E402
+from lmcache_connector.worker.staging import PageJob  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

@@ -119,7 +119,7 @@ def test_wrong_urls_are_refused_with_the_fix(url: str, part: str) -> None:
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(TierError, match="Not a directory"):
+    with pytest.raises(TierError, match="cannot be used"):
         DiskTier(f"{tmp_path}/file/below", None)
 
 

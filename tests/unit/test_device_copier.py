@@ -15,7 +15,8 @@ import torch
 
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.triton_kernels import reference
-from lmcache_connector.worker.device_copier import DeviceCopier, PageJob
+from lmcache_connector.worker.device_copier import DeviceCopier
+from lmcache_connector.worker.staging import PageJob
 
 CPU = torch.device("cpu")
 STAGING_BYTES = 16 << 10  # 4 KiB for each load area, 8 KiB of ring

@@ -336,8 +336,12 @@ def test_the_quota_counts_what_is_there(tmp_path: Path) -> None:
     rows = rows_of(20)
     names = [tmp_path / f"{index}.safetensors" for index in range(4)]
     limited = settings(tmp_path, max_size=f"{3 * rows.nbytes + 2000}B", num_writer_threads=1)
-    write(ExportWriter(limited), *(export(name, rows=rows) for name in names))
+    writer = ExportWriter(limited)
+    write(writer, *(export(name, rows=rows) for name in names))
     written = [name for name in names if name.exists()]
+    counts = {"written": len(written), "refused": 4 - len(written)}
+    assert writer.take_counts() == (counts, len(written) * rows.nbytes)
+    assert writer.take_counts() == ({}, 0)
     assert written == names[: len(written)]
     assert 0 < len(written) < 4
     with pytest.raises(ExtractionError, match="max_size"):

@@ -399,6 +399,10 @@ def test_rows_that_are_not_finite_are_not_stored(bench: MakeBench, bad: float) -
     assert b.hs.store_hidden_states(ids, rows) == 2
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows[:CHUNK])
     assert b.hs.stats()["not_finite"] == 1
+    told = b.hs.take_counts()
+    assert told["not_finite"] == 1
+    assert all(told.values())
+    assert b.hs.take_counts() == {}
 
 
 def test_another_width_or_dtype_of_a_layer_is_refused(bench: MakeBench) -> None:
@@ -789,7 +793,7 @@ def test_without_a_store_nothing_is_stored_or_found() -> None:
     assert hs.retrieve_hidden_states(ids) is None
     assert hs.coverage(ids) == hs.num_cached_chunks == 0
     assert not hs.has_chunk(ids)
-    assert hs.stats() == {}
+    assert hs.stats() == hs.take_counts() == {}
     assert hs.flush()
     hs.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.groups import FULL, STATE, ReuseKind, ReuseRule, stored_blocks
+from lmcache_connector.groups import FULL, STATE, ReuseKind, ReuseRule, num_stored_blocks
 from lmcache_connector.scheduler.hit import (
     first_needed_token,
     needed_chunks,
@@ -97,9 +97,8 @@ def test_what_is_stored_satisfies_what_is_asked(rule, blocks_per_chunk, end_chun
     first_token = first_needed_token(rule, boundary, local)
     for index in needed_chunks(rule, boundary, local, chunk):
         end = (index + 1) * chunk
-        first, count = stored_blocks(rule, BLOCK, chunk, end)
-        kept = range(index * blocks_per_chunk + first, index * blocks_per_chunk + first + count)
-        assert kept.stop == end // BLOCK
+        kept = range(end // BLOCK - num_stored_blocks(rule, BLOCK, chunk, end), end // BLOCK)
+        assert kept.start >= index * blocks_per_chunk
         if rule.kind is ReuseKind.STATE:
             assert len(kept) == 1
             continue

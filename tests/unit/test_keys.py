@@ -409,6 +409,37 @@ def test_a_change_of_one_layer_in_the_middle_of_a_large_file_is_seen(model_dir):
     assert model_digest(str(model_dir), None) != before
 
 
+@pytest.mark.parametrize("tensor", ["norm", "layer"])
+def test_a_change_of_one_tensor_of_a_large_file_is_seen(model_dir, tensor):
+    """Wherever a small one lies; a large one is taken to change as a whole."""
+    sizes = {"norm": 8192, "layer": 1 << 19}
+    offsets, end = {}, 0
+    for index in range(100):
+        for name, size in sizes.items():
+            offsets[f"{index}.{name}"] = [end, end + size]
+            end += size
+    header = {name: {"dtype": "U8", "data_offsets": pair} for name, pair in offsets.items()}
+    encoded = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path = model_dir / "large.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(max(LARGE, 8 + len(encoded) + end))
+    before = model_digest(str(model_dir), None)
+    assert model_digest(str(model_dir), None) == before
+    for index in (1, 37, 98):
+        first, last = offsets[f"{index}.{tensor}"]
+        place = 8 + len(encoded) + first
+        change = slice(5000, 5001) if tensor == "norm" else slice(0, last - first)
+        with open(path, "r+b") as file:
+            file.seek(place + change.start)
+            file.write(b"\xff" * (change.stop - change.start))
+        assert model_digest(str(model_dir), None) != before
+        with open(path, "r+b") as file:
+            file.seek(place + change.start)
+            file.write(bytes(change.stop - change.start))
+        assert model_digest(str(model_dir), None) == before
+
+
 @pytest.mark.parametrize("header_bytes", [LARGE * 2, 2**64 - 1])
 def test_a_header_length_that_cannot_be_true_does_no_harm(model_dir, header_bytes):
     sparse(model_dir / "large.safetensors", header_bytes)

@@ -231,8 +231,8 @@ class World:
     def keys_of(self, request: Request) -> list[list[RowKey]]:
         """The rows of a prompt that is known to the scheduler, by chunk."""
         state = self.scheduler._requests[request.request_id]
-        assert self.scheduler._lookups is not None
-        self.scheduler._lookups.extend_chain(state)
+        assert self.scheduler._open is not None
+        self.scheduler._open.lookups.extend_chain(state)
         return [[(chunk, tag) for tag in self.store.tags] for chunk in state.chain.hashes]
 
     def arrive(
@@ -256,8 +256,8 @@ class World:
         self.scheduler.check_integrity()
         assert self.store.pins == {}
         assert not self.store.loads
-        assert self.scheduler._lookups is not None
-        assert not self.scheduler._lookups._backlog
+        assert self.scheduler._open is not None
+        assert not self.scheduler._open.lookups._backlog
 
 
 @pytest.fixture

@@ -625,6 +625,16 @@ def test_one_rank_whose_load_failed_fails_the_request() -> None:
     world.settle()
 
 
+def test_a_reset_before_there_is_a_store_counts() -> None:
+    """Weights may have changed while the server was away."""
+    roots = [World(), World(), World()]
+    for world in roots[1:]:
+        world.scheduler.reset()
+    names = [world.scheduler.namespace(world.layout) for world in roots]
+    assert len(set(names)) == 3
+    assert names == [world.scheduler.namespace(world.layout) for world in roots]
+
+
 def test_reset_forgets_at_once_and_drops_what_is_in_flight(world: World) -> None:
     request = Request("a", prompt(1, 600))
     world.arrive(request)

@@ -19,7 +19,6 @@ from lmcache_connector.counters import Counters
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.groups import STATE, EngineGroupSpec, LayerSpec, ReuseKind, ReuseRule
 from lmcache_connector.metadata import LoadOp, ObjectOp, PoolRef, SlotRef, StepMeta, StoreOp
-from lmcache_connector.worker import transfer
 from lmcache_connector.worker.register import RankFacts, register_kv_caches
 from lmcache_connector.worker.transfer import CpuCopier, GpuCopier, SlotCheck
 from lmcache_connector.worker.worker import CacheWorker
@@ -332,7 +331,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GpuCopier, Device]]:
     device = Device()
     copier._device = device  # type: ignore[assignment]
     copier._threads = ThreadPoolExecutor(1)
-    copier._tickets = transfer.itertools.count()
     copier._copies = {}
     yield copier, device
     copier.close()

@@ -68,7 +68,7 @@ class DiskTier:
                     raise PermissionError(f"anybody can write to {folder}: chmod o-w")
             self._sweep()
         except OSError as error:
-            raise TierError(str(error)) from error
+            raise TierError(f"file://{path} cannot be used: {error}") from error
         self._thread.start()
 
     def register(self, memory: memoryview) -> None:

@@ -1,0 +1,56 @@
+"""Calls of vLLM's engine core after which the same tokens have other KV: new weights, adapters."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Watcher(Protocol):
+    """Lives in the process of the engine core."""
+
+    def reset(self) -> None:
+        """Weights may be others now."""
+
+    def on_adapter(self, lora: Any) -> None:
+        """A LoRARequest is about to be loaded."""
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+
+def watch(watcher: Watcher) -> None:
+    """Tell ``watcher`` for as long as it lives. Weights that code in a worker changes without a
+    call of a name such as ``reload_weights`` or ``update_weights`` are not noticed."""
+    from vllm.v1.engine.core import EngineCore
+
+    _watchers.add(watcher)
+    if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
+        EngineCore.collective_rpc = _tells_of_weights(EngineCore.collective_rpc)
+        EngineCore.add_lora = _tells_of_adapters(EngineCore.add_lora)
+
+
+def _tells_of_weights(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def collective_rpc(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        try:
+            return call(core, method, *args, **kwargs)
+        finally:
+            if "weight" in name.lower() or name == "load_model":
+                for watcher in list(_watchers):
+                    watcher.reset()
+
+    return collective_rpc
+
+
+def _tells_of_adapters(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def add_lora(core: Any, lora_request: Any) -> Any:
+        for watcher in list(_watchers):
+            watcher.on_adapter(lora_request)
+        return call(core, lora_request)
+
+    return add_lora
