@@ -203,15 +203,17 @@ class StorageEngine:
 
     def find_whole(
         self, namespace: str, chunk_hashes: Sequence[bytes], asked: Question | None
-    ) -> tuple[int, Question | None]:
+    ) -> tuple[int, Question | None, bool]:
         """Bit mask of the chunks that have rows of all FULL groups (where there are none: any
-        row) in the pool or, as far as the question to them was answered, in a tier."""
+        row) in the pool or, as far as the question to them was answered, in a tier; the question;
+        and whether all of its answers are in the mask."""
         with self.lock:
             groups = self._groups_of(namespace)
             check_rows(len(chunk_hashes), len(groups))
             full = [tag for tag, group in groups.items() if group.full]
             tags = full or list(groups)
             _, masks = self.rows.index.find(chunk_hashes)
+            is_whole = True
             if self.tiering is not None:
                 asked = asked or self.tiering.ask(
                     namespace,
@@ -222,9 +224,11 @@ class StorageEngine:
                         if not masks.get(tag, 0) >> bit & 1
                     ],
                 )
+                # First of all: answers that come from here on may be missing.
+                is_whole = asked.done
                 asked.add_to(masks, chunk_hashes, tags)
             found = [masks.get(tag, 0) for tag in tags] or [0]
-            return reduce(and_ if full else or_, found), asked
+            return reduce(and_ if full else or_, found), asked, is_whole
 
     def _groups_of(self, namespace: str) -> dict[str, GroupShards]:
         ours = [one.groups for one in self.sessions if one.namespace == namespace]

@@ -139,7 +139,7 @@ class StoreSession:
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
     ) -> LookupReply:
-        kv_chunks, kv_question = self._ask_kv(lookup_id, chunk_hashes)
+        kv_chunks, kv_question, kv_is_whole = self._ask_kv(lookup_id, chunk_hashes)
         with self._engine.lock:
             look = self._lookups.get(lookup_id)
             if look is None or look.chunk_hashes != list(chunk_hashes):
@@ -157,7 +157,7 @@ class StoreSession:
             look.awaited = None
             state = self._ask_tiers(look, masks)
             look.kv_question = kv_question
-            if kv_question is not None and not kv_question.done:
+            if not kv_is_whole:
                 state = LookupState.PENDING
             for group in self.groups.values():
                 if group.full and self._engine.kv is not None:
@@ -170,10 +170,12 @@ class StoreSession:
             look.reply = LookupReply(state, present)
             return look.reply
 
-    def _ask_kv(self, lookup_id: int, chunk_hashes: Sequence[bytes]) -> tuple[int, Question | None]:
+    def _ask_kv(
+        self, lookup_id: int, chunk_hashes: Sequence[bytes]
+    ) -> tuple[int, Question | None, bool]:
         # Without our lock: who holds that of the KV may be waiting for it.
         if self._engine.kv is None:
-            return 0, None
+            return 0, None, True
         look = self._lookups.get(lookup_id)
         is_same = look is not None and look.chunk_hashes == list(chunk_hashes)
         asked = look.kv_question if look is not None and is_same else None

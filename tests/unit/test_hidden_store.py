@@ -21,7 +21,7 @@ from lmcache_connector.storage.base import Commit, GroupShards, NewRow, StoreSta
 from lmcache_connector.storage.engine import StorageEngine
 from lmcache_connector.storage.pool import MemoryPool
 from lmcache_connector.storage.session import StoreSession
-from lmcache_connector.storage.tiering import Tiering
+from lmcache_connector.storage.tiering import Question, Tiering
 from lmcache_connector.storage.tiers.base import Tier
 from lmcache_connector.storage.tiers.disk import DiskTier
 from lmcache_connector.storage.tiers.memory import MemoryTier
@@ -905,6 +905,32 @@ def test_rows_come_back_after_a_restart(bench: MakeBench, kind: str, tmp_path: A
     assert again.hs.coverage(ids, [0, -1]) == 5 * CHUNK
     found = again.hs.retrieve_layers(ids, [0, -1])
     assert all(torch.equal(found[layer], rows_of(ids, layer=layer)) for layer in (0, -1))
+
+
+def test_an_answer_that_comes_while_it_is_used_is_waited_for(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question about the KV is answered between two looks at it."""
+    tier = SlowTier()
+    b = bench(tier=tier, kv_chunks=4, timeout=10)
+    ids, other = prompt(4 * CHUNK), prompt(4 * CHUNK, 1)
+    for end in range(CHUNK, 5 * CHUNK, CHUNK):
+        b.add_kv(ids[:end])
+        settle(b)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    settle(b)
+    b.add_kv(other)
+    settle(b)
+    add_to = Question.add_to
+
+    def answered_late(self: Question, *args: Any, **how: Any) -> None:
+        add_to(self, *args, **how)
+        deadline = time.monotonic() + 10
+        while not self.done and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Question, "add_to", answered_late)
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
 
 
 def test_kv_in_a_tier_only_keeps_its_rows(bench: MakeBench) -> None:
