@@ -132,15 +132,15 @@ def test_a_load_that_begins_after_its_deadline_is_refused(engine: Any, filled: A
         """
 import time
 worker = host.worker
-inner = worker._start_load
-def start_load(op):
+inner = worker.start_loads
+def start_loads(meta):
     time.sleep(0.6)
-    return inner(op)
-worker._start_load = start_load
+    return inner(meta)
+worker.start_loads = start_loads
 try:
     result = host.generate([args["prompt"]], args["tokens"])[0]
 finally:
-    del worker._start_load
+    del worker.start_loads
 """,
     )
     assert answer["cached"] == 0
