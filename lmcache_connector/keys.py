@@ -49,6 +49,7 @@ class _TensorInfo(msgspec.Struct):
     data_offsets: tuple[int, int] = (0, 0)
 
 
+AdapterStamp = tuple[tuple[str, int, int], ...]
 Tokens = Callable[[int, int], Sequence[int]]
 Extra = Callable[[int, int], object | None]
 
@@ -215,7 +216,7 @@ def adapter_digest(path: str) -> str:
     return _digest_files(paths)
 
 
-def adapter_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
+def adapter_stamp(path: str) -> AdapterStamp:
     """Names, sizes and times (ns) of the files in a LoRA adapter's directory: other ones mean that
     its digest may be another. Raises OSError as ``adapter_digest`` does."""
     facts = [(name, os.stat(name)) for name in _files_of(os.path.expanduser(path))]

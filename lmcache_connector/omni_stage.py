@@ -6,7 +6,7 @@ vLLM-Omni itself is never imported: its worker has done that before there is a c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from lmcache_connector.hidden_states import omni
 from lmcache_connector.hidden_states.store import HiddenStateStore
 from lmcache_connector.keys import Extra
 from lmcache_connector.vllm_request import (
-    AdapterDigests,
+    Adapters,
     VllmRequest,
     mm_identifiers_are_counters,
 )
@@ -73,19 +73,18 @@ def stage_problems(vllm_config: VllmConfig, config: Config | None) -> list[str]:
 
 
 class OmniWorker:
-    """Hooks for one worker's rows. ``salts``: cache salts of requests whose first step comes, by
-    request id."""
+    """Hooks for one worker's rows."""
 
     def __init__(
         self, vllm_config: VllmConfig, config: Config, store: HiddenStateStore, chunk_tokens: int
     ) -> None:
-        self.salts: dict[str, str] = {}
+        self._salts: dict[str, str] = {}
         self._undo: Callable[[], None] | None = None
         runner_class = getattr(sys.modules.get(_RUNNER[0]), _RUNNER[1], None)
         if runner_class is None or not config.hidden_state_layers:
             return
         self._mm_counters = mm_identifiers_are_counters(vllm_config)
-        self._adapter_digests: AdapterDigests = {}
+        self._adapters = Adapters()
         rows = omni.OmniRows(
             store,
             chunk_tokens,
@@ -98,18 +97,26 @@ class OmniWorker:
         )
         self._undo = omni.install(runner_class, rows)
 
+    def expect(self, salts: Mapping[str, str]) -> None:
+        """Cache salts of requests whose first step comes, by request id."""
+        if self._undo is not None:
+            self._salts.update(salts)
+
     def _extra_of(self, request_id: str, state: Any) -> Extra | None:
         """As the scheduler's side names the same request, from the worker's state of it."""
+        salt = self._salts.pop(request_id, None)
         if state.prompt_token_ids is None or state.prompt_embeds is not None:
             raise ValueError("a prompt of embeddings")
+        if state.lora_request is not None:
+            self._adapters.replaces(state.lora_request)
         request = SimpleNamespace(
             mm_features=state.mm_features,
             lora_request=state.lora_request,
-            cache_salt=self.salts.pop(request_id, None),
+            cache_salt=salt,
             prompt_embeds=None,
             prompt_is_token_ids=state.prompt_is_token_ids,
         )
-        view = VllmRequest(request, self._mm_counters, self._adapter_digests)
+        view = VllmRequest(request, self._mm_counters, self._adapters)
         if view.uncacheable is not None:
             raise ValueError(view.uncacheable)
         return view.extra()

@@ -75,12 +75,12 @@ class SchedulerSide:
             # policy after it has built the connector.
             transfer.kv_load_failure_policy = "recompute"
         self._facts = vllm_view.namespace_facts(vllm_config)
-        self._adapter_digests: vllm_request.AdapterDigests = {}
+        self._adapters = vllm_request.Adapters()
         vllm_engine.watch(self)
         self._view = functools.partial(
             vllm_request.VllmRequest,
             mm_identifiers_are_counters=vllm_request.mm_identifiers_are_counters(vllm_config),
-            adapter_digests=self._adapter_digests,
+            adapters=self._adapters,
             needs_salt=omni_stage.has_placeholders(vllm_config),
         )
         self._salts: dict[str, str] = {}  # of requests that have not run yet
@@ -241,6 +241,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         if not self._block_size_checked:
             self._check_block_size()
+        if request.lora_request and self._adapters.replaces(request.lora_request):
+            self._scheduler.reset()
         view = self._view(request)
         self._scheduler.on_new_request(view, self._params(view))
         if request.cache_salt and self._setup.hidden_shape is not None:
@@ -297,10 +299,16 @@ class SchedulerSide:
     def reset(self) -> None:
         self._scheduler.reset()
 
+    def on_weights(self, *, local_hits_are_new: bool) -> None:
+        self._scheduler.reset(local_hits_are_new=local_hits_are_new)
+
     def on_adapter(self, lora: LoRARequest) -> None:
+        if self._adapters.replaces(lora):
+            # Requests that run with it go on with other weights.
+            self._scheduler.reset()
         # What cannot be read is told when a request comes with it.
         with contextlib.suppress(OSError):
-            vllm_request.note_adapter(lora, self._adapter_digests, reload=True)
+            self._adapters.digest(lora, check=True)
 
     def take_counters(self) -> dict[str, Any]:
         return self._scheduler.take_counters()
@@ -380,7 +388,7 @@ class WorkerSide:
             self._geometry_known |= meta.pool is not None
             self._worker.start_loads(meta)
             if self.hidden_state_store is not None:
-                self._omni.salts.update(meta.salts)
+                self._omni.expect(meta.salts)
                 if meta.hidden is not None:
                     self._keep_hidden(meta.hidden, self.hidden_state_store)
             if self._extractor is not None and meta.extract is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,23 +12,35 @@ from typing import Any, Protocol
 class Watcher(Protocol):
     """Lives in the process of the engine core."""
 
-    def reset(self) -> None:
-        """Weights may be others now."""
+    def on_weights(self, *, local_hits_are_new: bool) -> None:
+        """Weights may be others now. ``local_hits_are_new``: vLLM's own prefix cache has nothing
+        of before."""
 
     def on_adapter(self, lora: Any) -> None:
         """A LoRARequest is about to be loaded."""
+
+
+# Calls on workers that change weights; not those that look at them or make ready for it.
+_CHANGES_WEIGHTS = re.compile(
+    r"(?!_?(compute|get|check|supports|init|shutdown)_).*weight|load_model"
+)
+_OURS = "_lmcache_connector"
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 def watch(watcher: Watcher) -> None:
-    """Tell ``watcher`` for as long as it lives. Weights that code in a worker changes without a
-    call of a name such as ``reload_weights`` or ``update_weights`` are not noticed."""
+    """Tell ``watcher`` for as long as it lives; vLLM's own prefix cache is reset too.
+
+    Weights that code in a worker changes without a call of a name such as ``reload_weights`` or
+    ``update_weights`` are not noticed.
+    """
     from vllm.v1.engine.core import EngineCore
 
     _watchers.add(watcher)
-    if not hasattr(EngineCore.collective_rpc, "__wrapped__"):
+    if not hasattr(EngineCore, _OURS):
+        setattr(EngineCore, _OURS, True)
         EngineCore.collective_rpc = _tells_of_weights(EngineCore.collective_rpc)
         EngineCore.add_lora = _tells_of_adapters(EngineCore.add_lora)
 
@@ -39,9 +52,11 @@ def _tells_of_weights(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(core, method, *args, **kwargs)
         finally:
-            if "weight" in name.lower() or name == "load_model":
+            if _CHANGES_WEIGHTS.match(name):
+                # It does nothing and says so while requests run.
+                is_clean = bool(core.reset_prefix_cache())
                 for watcher in list(_watchers):
-                    watcher.reset()
+                    watcher.on_weights(local_hits_are_new=is_clean)
 
     return collective_rpc
 

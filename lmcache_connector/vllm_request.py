@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_connector.keys import adapter_digest, adapter_stamp
+from lmcache_connector.keys import AdapterStamp, adapter_digest, adapter_stamp
 from lmcache_connector.scheduler.request import StepView
 
 if TYPE_CHECKING:
@@ -15,16 +15,50 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# By id and path: its digest, and what its files looked like then.
-AdapterDigests = dict[tuple[int, str], tuple[str, tuple[tuple[str, int, int], ...]]]
+class Adapters:
+    """LoRA adapters as the engine has loaded them."""
+
+    def __init__(self) -> None:
+        # By id and path: its digest, and what its files looked like then.
+        self._digests: dict[tuple[int, str], tuple[str, AdapterStamp]] = {}
+        self._in_place: set[int] = set()
+
+    def replaces(self, lora: LoRARequest) -> bool:
+        """Whether it is loaded in place of another that requests may run with. From then on
+        nothing is kept of its id."""
+        is_new = getattr(lora, "load_inplace", False) and lora.lora_int_id not in self._in_place
+        if is_new:
+            self._in_place.add(lora.lora_int_id)
+        return is_new
+
+    def digest(self, lora: LoRARequest, *, check: bool) -> str:
+        """Of its files, read once per load: vLLM gives every load an id of its own. ``check``:
+        that they are still the same, as vLLM may load them again when it has put them aside.
+
+        Raises:
+            OSError: they cannot be read, have changed, or are loaded in place.
+        """
+        if lora.lora_int_id in self._in_place:
+            raise OSError(
+                f"LoRA adapter {lora.lora_name} is loaded in place: its KV changes under one name"
+            )
+        key = lora.lora_int_id, lora.lora_path
+        stamp = adapter_stamp(lora.lora_path) if check or key not in self._digests else ()
+        if key not in self._digests:
+            self._digests[key] = adapter_digest(lora.lora_path), stamp
+        elif check and self._digests[key][1] != stamp:
+            raise OSError(
+                f"the files of LoRA adapter {lora.lora_name} have changed since it was loaded, so "
+                "that nobody can tell which of them are in use: load it again, under a new name"
+            )
+        return self._digests[key][0]
 
 
 class VllmRequest:
     """A live window on one vLLM request; implements RequestView."""
 
     __slots__ = (
-        "_adapter_digests",
-        "_adapter_reloaded",
+        "_adapters",
         "_mm_cursor",
         "_request",
         "_uncacheable",
@@ -34,15 +68,12 @@ class VllmRequest:
         self,
         request: Request,
         mm_identifiers_are_counters: bool,
-        adapter_digests: AdapterDigests,
+        adapters: Adapters,
         needs_salt: bool = False,
     ) -> None:
-        """``adapter_digests`` is shared by all requests: files are read once per adapter load,
-        and vLLM gives every load an id of its own. ``needs_salt``: the tokens alone say nothing.
-        """
+        """``adapters`` is shared by all requests. ``needs_salt``: the tokens alone say nothing."""
         self._request = request
-        self._adapter_digests = adapter_digests
-        self._adapter_reloaded = False
+        self._adapters = adapters
         # (token position, index of the first image that may reach it): ranges come in order.
         self._mm_cursor = (0, 0)
         self._uncacheable: str | None = None
@@ -97,15 +128,8 @@ class VllmRequest:
             return None
         if request.lora_request:
             # Raises here, not in the middle of a chain.
-            note_adapter(
-                request.lora_request, self._adapter_digests, reload=not self._adapter_reloaded
-            )
-            self._adapter_reloaded = True
+            self._adapters.digest(request.lora_request, check=True)
         return self._extra_keys
-
-    def _adapter_digest(self) -> str | None:
-        lora = self._request.lora_request
-        return self._adapter_digests[lora.lora_int_id, lora.lora_path][0] if lora else None
 
     def _extra_keys(self, start: int, end: int) -> object | None:
         from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -118,28 +142,11 @@ class VllmRequest:
         self._mm_cursor = (end, mm_index)
         kinds = getattr(request, "prompt_is_token_ids", None)
         kind_bits = bytes(bool(bit) for bit in kinds[start:end]) if kinds is not None else None
-        adapter = self._adapter_digest()
+        lora = request.lora_request
+        adapter = self._adapters.digest(lora, check=False) if lora else None
         if keys is None and adapter is None and kind_bits is None:
             return None  # leading text of a request with images: the same as plain text
         return (keys, adapter, kind_bits)
-
-
-def note_adapter(lora: LoRARequest, digests: AdapterDigests, *, reload: bool) -> None:
-    """Read an adapter that is being loaded, or make sure that its files are still what was loaded:
-    vLLM may load them again when it has put the adapter aside. ``reload``: whether one that is
-    loaded in place, which brings new weights under an old id, is loaded now.
-
-    Raises:
-        OSError: they cannot be read, or have changed.
-    """
-    key, stamp = (lora.lora_int_id, lora.lora_path), adapter_stamp(lora.lora_path)
-    if key not in digests or (reload and getattr(lora, "load_inplace", False)):
-        digests[key] = adapter_digest(lora.lora_path), stamp
-    elif digests[key][1] != stamp:
-        raise OSError(
-            f"the files of LoRA adapter {lora.lora_name} have changed since it was loaded, so that "
-            "nobody can tell which of them are in use: load it again, under a new name"
-        )
 
 
 def has_token_ids(request: Request) -> bool:

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import platform
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -412,7 +413,14 @@ def _config_text(config: Any) -> str:
     fields = dict(config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
         fields.pop(name, None)
-    return json.dumps(fields, sort_keys=True, default=str)
+    return json.dumps(fields, sort_keys=True, default=_text_of)
+
+
+def _text_of(value: object) -> str | list[str]:
+    """The same in every process."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _commit(model_config: Any) -> str | None:

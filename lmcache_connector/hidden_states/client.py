@@ -176,9 +176,12 @@ class RowClient:
                 self.store.release(load_id)
             return None
         corrupt: list[RowKey] = []
+        outs: list[torch.Tensor] = []
+        is_inference = torch.is_inference_mode_enabled()
 
-        def copy(part: int) -> None:
-            for index in range(part, len(rows), _COPIES_AT_ONCE):
+        @torch.inference_mode(is_inference)
+        def copy(part: int, step: int) -> None:
+            for index in range(part, len(rows), step):
                 chunk, turn = divmod(index, len(layers))
                 first, view = chunk * self._chunk_tokens, self._memory.view(rows[index].slots[0])
                 target = outs[turn][first : first + self._chunk_tokens]
@@ -188,11 +191,19 @@ class RowClient:
 
         is_held = self._memory.hold(incarnation)
         try:
-            outs = make(len(rows) // len(layers) * self._chunk_tokens) if is_held else []
-            copies = [_copiers.submit(copy, part) for part in range(_COPIES_AT_ONCE) if outs]
-            wait(copies)
-            for done in copies:
-                done.result()
+            if is_held:
+                outs = make(len(rows) // len(layers) * self._chunk_tokens)
+            if all(out.is_cpu for out in outs):
+                copies = [
+                    _copiers.submit(copy, part, _COPIES_AT_ONCE)
+                    for part in range(min(_COPIES_AT_ONCE, len(rows) * len(outs)))
+                ]
+                wait(copies)
+                for done in copies:
+                    done.result()
+            else:
+                # In the order of the caller's stream.
+                copy(0, 1)
         finally:
             if is_held:
                 self._memory.drop()

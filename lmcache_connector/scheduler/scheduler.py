@@ -98,6 +98,7 @@ class CacheScheduler:
         self._ids = itertools.count(1)
         self._generation = 0
         self._reset_nonce = ""
+        self._trusts_local_hits = True
 
     @property
     def attached(self) -> bool:
@@ -157,6 +158,9 @@ class CacheScheduler:
         view = state.view
         state.next_chunk = 0
         state.attempt += 1
+        if local_tokens and not self._trusts_local_hits:
+            state.next_chunk = _NO_CHUNK
+            return 0
         if view.skip_reading or not self._can_load or state.bypass or self._open is None:
             return 0
         if self._reason_uncacheable(state):
@@ -416,9 +420,13 @@ class CacheScheduler:
         """Whether workers' reports are awaited, so that an idle engine must keep stepping."""
         return bool(self._stores or self._loads)
 
-    def reset(self) -> None:
-        """Forget this engine's view at once. Keys of later stores and lookups are new ones."""
+    def reset(self, *, local_hits_are_new: bool = True) -> None:
+        """Forget this engine's view at once. Keys of later stores and lookups are new ones.
+
+        While vLLM may still hit what is of before, nothing that begins with a hit of its own is
+        kept, nor added to."""
         self._generation += 1
+        self._trusts_local_hits = local_hits_are_new
         self._reset_nonce = os.urandom(16).hex()
         self._storing.clear()
         if (opened := self._open) is None:

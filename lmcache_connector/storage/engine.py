@@ -63,8 +63,11 @@ class StorageEngine:
     ) -> None:
         self.shared = shared
         self.kv = kv
+        # The engine whose ``kv`` this is.
+        self._beside: StorageEngine | None = None
         if kv is not None:
             kv.rows.on_forgotten = self._on_kv_forgotten
+            kv._beside = self
         self.floor_bytes = floor_bytes
         self.tiering = tiering
         self.lock = threading.Lock()
@@ -295,16 +298,20 @@ class StorageEngine:
             ]
             names = {namespace} if namespace else {session.namespace for session in self.sessions}
             names |= {entry.namespace for entry in cleared}
-        for start in range(0, len(cleared), _CLEAR_ROWS):
+        try:
+            for start in range(0, len(cleared), _CLEAR_ROWS):
+                with self.lock:
+                    for entry in cleared[start : start + _CLEAR_ROWS]:
+                        self.rows.remove(entry)
+                time.sleep(0.001)  # else we are the first again to get the lock
+            if self._beside is not None:
+                self._beside.clear_namespace(namespace)
+            if self.tiering is not None and self.kv is None:
+                for name in names:
+                    self.tiering.clear(name)
+        finally:
             with self.lock:
-                for entry in cleared[start : start + _CLEAR_ROWS]:
-                    self.rows.remove(entry)
-            time.sleep(0.001)  # else we are the first again to get the lock
-        if self.tiering is not None and self.kv is None:
-            for name in names:
-                self.tiering.clear(name)
-        with self.lock:
-            self._clearing -= 1
+                self._clearing -= 1
         return len(cleared)
 
     def namespaces(self) -> dict[str, tuple[int, int, int]]:

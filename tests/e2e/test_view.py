@@ -342,8 +342,8 @@ def make_request(prompt: list[int], **more: Any) -> Any:
     )
 
 
-def hashes(request: Any, digests: dict[Any, str] | None = None, counters: bool = False) -> Any:
-    view = vllm_request.VllmRequest(request, counters, {} if digests is None else digests)
+def hashes(request: Any, adapters: Any = None, counters: bool = False) -> Any:
+    view = vllm_request.VllmRequest(request, counters, adapters or vllm_request.Adapters())
     chain = ChunkChain(TokenDatabase(b"namespace", 16))
     chain.extend(view.tokens, view.num_tokens, view.extra())
     return list(chain.hashes)
@@ -404,40 +404,55 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_read_once_per_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests: dict[Any, Any] = {}
+    adapters = vllm_request.Adapters()
     lora = adapter(tmp_path / "x", b"1")
-    first = hashes(make_request(PROMPT, lora_request=lora), digests)
+    first = hashes(make_request(PROMPT, lora_request=lora), adapters)
     with monkeypatch.context() as patch:
         patch.setattr(vllm_request, "adapter_digest", lambda _: pytest.fail("read again"))
-        assert hashes(make_request(PROMPT, lora_request=lora), digests) == first
+        assert hashes(make_request(PROMPT, lora_request=lora), adapters) == first
     # The files change; the engine may keep what it loaded, or load it anew at any time.
     same_load = make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2"))
     with pytest.raises(OSError, match="have changed since it was loaded"):
-        hashes(same_load, digests)
-    reloaded = adapter(tmp_path / "x", b"2", load_inplace=True)
-    again = hashes(make_request(PROMPT, lora_request=reloaded), digests)
-    assert not set(again) & set(first)
-    later = msgspec.structs.replace(reloaded, load_inplace=False)
-    assert hashes(make_request(PROMPT, lora_request=later), digests) == again
+        hashes(same_load, adapters)
+
+
+def test_an_adapter_that_is_loaded_in_place_is_not_cached(tmp_path: Path) -> None:
+    """Requests that run go on with other weights, and vLLM keeps the blocks of before."""
+    adapters = vllm_request.Adapters()
+    before = adapter(tmp_path / "x", b"1")
+    running = vllm_request.VllmRequest(make_request(PROMPT, lora_request=before), False, adapters)
+    extra = running.extra()
+    assert extra is not None
+    assert not adapters.replaces(before)
+    in_place = adapter(tmp_path / "y", b"2", load_inplace=True)
+    assert adapters.replaces(in_place)
+    assert not adapters.replaces(in_place)
+    later = msgspec.structs.replace(in_place, load_inplace=False)
+    for lora in (in_place, later, before):
+        with pytest.raises(OSError, match="loaded in place"):
+            hashes(make_request(PROMPT, lora_request=lora), adapters)
+    with pytest.raises(OSError, match="loaded in place"):
+        extra(0, 16)
+    hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "z", b"3", "z", 2)), adapters)
 
 
 class Watcher:
     def __init__(self) -> None:
-        self.resets = 0
-        self.digests: dict[Any, Any] = {}
+        self.resets: list[bool] = []
+        self.adapters = vllm_request.Adapters()
 
-    def reset(self) -> None:
-        self.resets += 1
+    def on_weights(self, *, local_hits_are_new: bool) -> None:
+        self.resets.append(local_hits_are_new)
 
     def on_adapter(self, lora: Any) -> None:
-        vllm_request.note_adapter(lora, self.digests, reload=True)
+        self.adapters.digest(lora, check=True)
 
 
-def core_of(answer: Callable[..., Any]) -> Any:
+def core_of(answer: Callable[..., Any], *, is_idle: bool = True) -> Any:
     """As much of an engine core as the calls need."""
-    executor = SimpleNamespace(collective_rpc=answer, add_lora=answer)
     core = EngineCore.__new__(EngineCore)
-    core.model_executor = executor
+    core.model_executor = SimpleNamespace(collective_rpc=answer, add_lora=answer)
+    core.scheduler = SimpleNamespace(reset_prefix_cache=lambda *_: is_idle)
     return core
 
 
@@ -447,7 +462,7 @@ def test_an_adapter_is_read_when_it_is_loaded(tmp_path: Path) -> None:
     assert core_of(lambda lora: True).add_lora(lora) is True
     # Other files by the time of the first request with it.
     with pytest.raises(OSError, match="have changed since it was loaded"):
-        hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2")), watcher.digests)
+        hashes(make_request(PROMPT, lora_request=adapter(tmp_path / "x", b"2")), watcher.adapters)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +474,9 @@ def test_an_adapter_is_read_when_it_is_loaded(tmp_path: Path) -> None:
         ("load_model", 1),
         ("my_update_weights_from_ipc", 1),
         ("execute_model", 0),
+        ("compute_weight_checksums", 0),
+        ("init_weight_transfer_engine", 0),
+        ("shutdown_weight_transfer_engine", 0),
         (lambda worker: None, 0),
     ],
 )
@@ -468,14 +486,14 @@ def test_new_weights_are_noticed(method: Any, resets: int) -> None:
     vllm_engine.watch(watcher)
     core = core_of(lambda *args: [args])
     assert core.collective_rpc(method, 1.0) == [(method, 1.0, (), None)]
-    assert watcher.resets == resets
+    assert watcher.resets == [True] * resets
 
     def fail(*args: Any) -> None:
         raise RuntimeError("half of them are loaded")
 
     with pytest.raises(RuntimeError):
-        core_of(fail).collective_rpc(method)
-    assert watcher.resets == 2 * resets
+        core_of(fail, is_idle=False).collective_rpc(method)
+    assert watcher.resets == [True] * resets + [False] * resets
 
 
 def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
 
 from lmcache_connector import omni_stage
 from lmcache_connector.keys import ChunkChain, TokenDatabase
-from lmcache_connector.vllm_request import VllmRequest
+from lmcache_connector.vllm_request import Adapters, VllmRequest
 
 # vLLM's own imports and start warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -257,14 +257,14 @@ def worker_extra(worker: Any, one: Request) -> Any:
     """As the worker names a request, from what vLLM sends it."""
     sent = NewRequestData.from_request(one, ([],))
     if one.cache_salt:
-        worker.salts[sent.req_id] = one.cache_salt
+        worker._salts[sent.req_id] = one.cache_salt
     return worker._extra_of(sent.req_id, sent)
 
 
 @pytest.fixture
 def worker() -> Any:
     made = omni_stage.OmniWorker.__new__(omni_stage.OmniWorker)
-    made.salts, made._mm_counters, made._adapter_digests = {}, False, {}
+    made._salts, made._mm_counters, made._adapters = {}, False, Adapters()
     return made
 
 

@@ -907,6 +907,36 @@ def test_rows_come_back_after_a_restart(bench: MakeBench, kind: str, tmp_path: A
     assert all(torch.equal(found[layer], rows_of(ids, layer=layer)) for layer in (0, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_rows_are_read_in_the_mode_of_the_caller(bench: MakeBench, dtype: Any) -> None:
+    """A model runner's: what it makes may only be written to in that mode."""
+    b = bench()
+    ids = prompt(4 * CHUNK)
+    b.add_kv(ids)
+    with torch.inference_mode():
+        assert b.hs.store_hidden_states(ids, rows_of(ids)) == 4
+        assert b.hs.retrieve_hidden_states(ids, dtype=dtype).is_inference()
+        out = torch.zeros(4 * CHUNK, WIDTH)
+        assert b.hs.retrieve_hidden_states(ids, out=out) is not None
+        assert torch.equal(out, rows_of(ids).float())
+    assert not b.hs.retrieve_hidden_states(ids, dtype=dtype).is_inference()
+
+
+def test_clear_takes_hidden_states_along(bench: MakeBench) -> None:
+    """Those whose KV a tier has, too."""
+    b = bench(tier=SlowTier(), timeout=10)
+    ids = prompt(4 * CHUNK)
+    b.add_kv(ids)
+    settle(b)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    settle(b)
+    assert b.hs.num_cached_chunks == 4
+    b.kv_engine.clear_namespace("")
+    assert b.hs.num_cached_chunks == 0
+    b.add_kv(ids)
+    assert b.hs.retrieve_hidden_states(ids) is None
+
+
 def test_an_answer_that_comes_while_it_is_used_is_waited_for(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,8 +151,13 @@ def test_a_worker_has_hooks_where_omni_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_salt_names_a_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = omni_stage.OmniWorker(stage(), kept(), None, 8)  # type: ignore[arg-type]
-    worker._mm_counters, worker._adapter_digests = False, {}
+    module = SimpleNamespace(GPUARModelRunner=StandIn)
+    monkeypatch.setitem(sys.modules, "vllm_omni.worker.gpu_ar_model_runner", module)
+    # Without hooks nobody asks for them.
+    idle = omni_stage.OmniWorker(stage(), kept(), None, 8)  # type: ignore[arg-type]
+    idle.expect({"a": "salt"})
+    assert idle._salts == {}
+    worker = omni_stage.OmniWorker(stage(), kept(-1), None, 8)  # type: ignore[arg-type]
     seen = []
     made = omni_stage.VllmRequest
 
@@ -168,11 +173,12 @@ def test_a_salt_names_a_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
         mm_features=[],
         lora_request=None,
     )
-    worker.salts["a"] = "salt"
+    worker.expect({"a": "salt", "c": "salt"})
     assert worker._extra_of("a", state) is not None
     assert worker._extra_of("b", state) is None
     assert seen == ["salt", None]
-    assert worker.salts == {}
     state.prompt_embeds = torch.ones(1, 2)
     with pytest.raises(ValueError, match="embeddings"):
         worker._extra_of("c", state)
+    assert worker._salts == {}
+    worker.close()

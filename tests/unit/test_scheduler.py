@@ -635,6 +635,26 @@ def test_a_reset_before_there_is_a_store_counts() -> None:
     assert names == [world.scheduler.namespace(world.layout) for world in roots]
 
 
+def test_what_vllm_still_has_of_other_weights_is_not_kept(world: World) -> None:
+    """Its own prefix cache could not be reset with the weights."""
+    world.scheduler.reset(local_hits_are_new=False)
+    old = Request("a", prompt(1, 800))
+    old.num_computed_tokens = 512
+    assert world.arrive(old, 512) == 0
+    assert world.step({old: 288}).stores == []
+    world.run_cold(Request("b", old.all_tokens))
+    assert world.engine.stats().rows > 0
+    # Nothing is added to what it has either; after a reset of both it is as ever.
+    again = Request("c", old.all_tokens)
+    assert world.arrive(again, 256) == 0
+    assert world.scheduler.match("c", 0) == 768
+    world.scheduler.reset()
+    world.run_cold(Request("d", old.all_tokens))
+    assert world.arrive(Request("e", old.all_tokens), 128) == 640
+    for request_id in "abcde":
+        world.scheduler.on_finished(request_id)
+
+
 def test_reset_forgets_at_once_and_drops_what_is_in_flight(world: World) -> None:
     request = Request("a", prompt(1, 600))
     world.arrive(request)
@@ -659,7 +679,7 @@ def test_limits_per_request(world: World) -> None:
     world.scheduler.on_new_request(Request("b", request.all_tokens), RequestParams(300, None))
     assert world.scheduler.match("b", 0) == 0
     world.scheduler.on_new_request(Request("c", request.all_tokens), RequestParams(256, None))
-    assert world.scheduler.match("c", 0) == 256
+    assert world.scheduler.match("c", 0) == 768
     for request_id in "abc":
         world.scheduler.on_finished(request_id)
 
