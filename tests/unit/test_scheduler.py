@@ -679,7 +679,7 @@ def test_limits_per_request(world: World) -> None:
     world.scheduler.on_new_request(Request("b", request.all_tokens), RequestParams(300, None))
     assert world.scheduler.match("b", 0) == 0
     world.scheduler.on_new_request(Request("c", request.all_tokens), RequestParams(256, None))
-    assert world.scheduler.match("c", 0) == 768
+    assert world.scheduler.match("c", 0) == 256
     for request_id in "abc":
         world.scheduler.on_finished(request_id)
 
