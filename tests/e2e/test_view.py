@@ -520,10 +520,13 @@ def test_images() -> None:
 
 def test_images_that_are_counters_are_not_cached() -> None:
     request = make_request(PROMPT, mm_features=[image("1", 20)])
-    view = vllm_request.VllmRequest(request, True, {})
+    view = vllm_request.VllmRequest(request, True, vllm_request.Adapters())
     assert view.uncacheable is not None
     assert "--mm-processor-cache-gb" in view.uncacheable
-    assert vllm_request.VllmRequest(make_request(PROMPT), True, {}).uncacheable is None
+    assert (
+        vllm_request.VllmRequest(make_request(PROMPT), True, vllm_request.Adapters()).uncacheable
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -555,7 +558,7 @@ def test_embeddings() -> None:
 def test_request_parameters_reach_the_view() -> None:
     request = make_request(PROMPT)
     request.kv_transfer_params = {"min_hit_tokens": 3}
-    view = vllm_request.VllmRequest(request, False, {})
+    view = vllm_request.VllmRequest(request, False, vllm_request.Adapters())
     assert view.kv_transfer_params == {"min_hit_tokens": 3}
     assert RequestParams(3, None).min_hit_tokens == 3
 

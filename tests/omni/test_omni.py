@@ -285,7 +285,7 @@ def test_worker_and_scheduler_name_requests_alike(worker: Any, tmp_path: Any) ->
         {"lora_request": lora},
     ):
         one = request(**how)
-        wanted = names(VllmRequest(one, False, {}).extra())
+        wanted = names(VllmRequest(one, False, Adapters()).extra())
         # Late chunks, too, as after a hit.
         assert names(worker_extra(worker, one)) == wanted
         found.append(wanted)
@@ -316,8 +316,8 @@ def test_a_talker_needs_salts(tmp_path: Any) -> None:
     config.model_config.omni_kv_config = {"conditioning_salt": True}
     assert omni_stage.stage_problems(config, ours) == []
     assert omni_stage.has_placeholders(config)
-    assert "placeholders" in str(VllmRequest(request(), False, {}, True).uncacheable)
-    assert VllmRequest(request(cache_salt="x"), False, {}, True).uncacheable is None
+    assert "placeholders" in str(VllmRequest(request(), False, Adapters(), True).uncacheable)
+    assert VllmRequest(request(cache_salt="x"), False, Adapters(), True).uncacheable is None
 
 
 def test_a_thinker_needs_its_layers(tmp_path: Any) -> None:
