@@ -19,11 +19,7 @@ from lmcache_connector import (
     vllm_request,
     vllm_view,
 )
-from lmcache_connector.config import (
-    RequestParams,
-    describe,
-    parse_request_params,
-)
+from lmcache_connector.config import RequestParams, describe, parse_request_params
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import StartupError
 from lmcache_connector.groups import WorkerGeometry

@@ -22,13 +22,7 @@ AdapterDigests = dict[tuple[int, str], tuple[str, tuple[tuple[str, int, int], ..
 class VllmRequest:
     """A live window on one vLLM request; implements RequestView."""
 
-    __slots__ = (
-        "_adapter_digests",
-        "_adapter_reloaded",
-        "_mm_cursor",
-        "_request",
-        "_uncacheable",
-    )
+    __slots__ = ("_adapter_digests", "_adapter_reloaded", "_mm_cursor", "_request", "_uncacheable")
 
     def __init__(
         self,

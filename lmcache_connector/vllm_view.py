@@ -193,11 +193,7 @@ def _is(spec: KVCacheSpec, *class_names: str) -> bool:
 
 
 def _layer_spec(
-    vllm_config: VllmConfig,
-    group_id: int,
-    name: str,
-    spec: KVCacheSpec,
-    problems: list[str],
+    vllm_config: VllmConfig, group_id: int, name: str, spec: KVCacheSpec, problems: list[str]
 ) -> LayerSpec | None:
     parallel = vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size

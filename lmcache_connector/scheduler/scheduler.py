@@ -134,10 +134,7 @@ class CacheScheduler:
             return
         self.on_finished(view.request_id)
         state = self._requests[view.request_id] = RequestState(
-            view,
-            ChunkChain(self._open.database),
-            params,
-            num_prompt_tokens=view.num_prompt_tokens,
+            view, ChunkChain(self._open.database), params, num_prompt_tokens=view.num_prompt_tokens
         )
         if self._can_load and not view.skip_reading and not view.uncacheable:
             self._open.lookups.expect(state)
