@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +49,8 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
-        else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config)
+        side = SchedulerSide if role is KVConnectorRole.SCHEDULER else WorkerSide
+        self._side = side(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -66,13 +61,13 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a scheduler-side hook was called on a worker"
-        return self._scheduler
+        assert isinstance(self._side, SchedulerSide), "a scheduler's hook was called on a worker"
+        return self._side
 
     @property
     def worker_side(self) -> WorkerSide:
-        assert self._worker is not None, "a worker-side hook was called on the scheduler"
-        return self._worker
+        assert isinstance(self._side, WorkerSide), "a worker's hook was called on the scheduler"
+        return self._side
 
     @property
     def _lmcache_engine(self) -> SimpleNamespace:
@@ -163,16 +158,11 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- both sides -----------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        side = self._scheduler or self.worker_side
-        data = side.take_counters()
+        data = self._side.take_counters()
         return ConnectorStats(data=data) if data else None
 
     def shutdown(self) -> None:
-        side = self._scheduler or self.worker_side
-        side.shutdown()
-
-    def take_events(self) -> Iterable[Any]:
-        return ()
+        self._side.shutdown()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

@@ -324,9 +324,6 @@ class WorkerSide:
         config = self._setup.config
         if config.enable_hidden_state_cache and vllm_view.has_hidden_states():
             self.hidden_state_store = HiddenStateStore(
-                None,
-                None,
-                None,
                 layers=config.hidden_state_layers,
                 kept_as=config.hidden_state_dtype,
                 default=self._setup.hidden_shape,
@@ -354,7 +351,7 @@ class WorkerSide:
                 vllm_view.backend_names(self._vllm_config, self._kv_cache_config),
             ),
         )
-        copier = self._copier = make_copier(device_of(kv_caches))
+        copier = make_copier(device_of(kv_caches))
         self._worker = CacheWorker(registration, copier, Counters())
         for spec in (layer for group in self._setup.groups for layer in group.layers):
             if spec.family == "hidden" and self._setup.extract is not None:
@@ -378,26 +375,20 @@ class WorkerSide:
             if self.hidden_state_store is not None:
                 self._omni.salts.update(meta.salts)
                 if meta.hidden is not None:
-                    self._keep_hidden(meta.hidden, self.hidden_state_store)
+                    self._keep_hidden(meta.hidden, self.hidden_state_store, self._worker)
             if self._extractor is not None and meta.extract is not None:
                 self._extractor.start(meta.extract)
 
-    def _keep_hidden(self, ref: HiddenRef, hidden_states: HiddenStateStore) -> None:
+    def _keep_hidden(
+        self, ref: HiddenRef, hidden_states: HiddenStateStore, worker: CacheWorker
+    ) -> None:
         """Go on where the scheduler's side says."""
         if self._hidden is None:
             name, chunk_tokens = f"{self._setup.instance}/rows", self._setup.chunk_tokens
             model = str(self._vllm_config.model_config.model)
             who = RegisterHiddenStates(name, model, ref.namespace, chunk_tokens, 1)
             path = memory_path(Path(ref.endpoint.removeprefix("ipc://")))
-            memory = PoolClient(
-                path,
-                0,
-                name,
-                register_extent=self._copier.register_extent,
-                unregister_extent=self._copier.unregister_extent,
-                touch_ahead=self._copier.touch_ahead,
-            )
-            memory.start()
+            memory = worker.open_memory(path, 0, name)
             store = StoreClient(ref.endpoint, who)
         elif self._hidden[0] != ref:
             _, store, memory = self._hidden

@@ -109,7 +109,7 @@ class StoreSession:
 
     @property
     def has_tiers(self) -> bool:
-        return self._engine.tiering is not None
+        return bool(self._engine.channels)
 
     @property
     def num_lookups(self) -> int:
@@ -183,7 +183,7 @@ class StoreSession:
 
     def _ask_tiers(self, look: Looking, masks: dict[str, int]) -> LookupState:
         """Add to ``masks`` what is in a tier only."""
-        if self._engine.tiering is None:
+        if not self._engine.channels:
             return LookupState.READY
         if look.question is None:
             missing = [

@@ -160,12 +160,8 @@ class Channel:
                 self.count(errors=1)
                 self._suspend(time.monotonic() + _SUSPEND_SECONDS, work)
                 what = "not written to" if work == "write" else "left alone"
-                warn_every(
-                    logger,
-                    f"{what} {self.url}",
-                    60.0,
-                    f"tier {self.url}: {error}; it is {what} for {_SUSPEND_SECONDS:.0f} s",
-                )
+                text = f"tier {self.url}: {error}; it is {what} for {_SUSPEND_SECONDS:.0f} s"
+                warn_every(logger, f"{what} {self.url}", 60.0, text)
             except Exception:
                 # Whoever waits for the job does so with a deadline.
                 logger.exception("tier %s: a job has failed", self.url)
@@ -215,7 +211,7 @@ class Tiering:
     def for_pool(self, pool: MemoryPool) -> Tiering:
         """The same tiers, threads included, for the rows of another pool."""
         other = copy.copy(self)
-        other._register(pool.map())
+        other._register(pool.map() if self.channels else [])
         return other
 
     def ask(self, namespace: str, keys: Sequence[RowKey]) -> Question:
@@ -263,12 +259,8 @@ class Tiering:
         digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])
         if digests != [xxhash.xxh3_64_intdigest(view) if len(view) else 0 for view in views]:
             channel.count(corrupt_rows=1)
-            warn_every(
-                logger,
-                f"damaged {channel.url}",
-                60.0,
-                f"tier {channel.url}: {name} is damaged and removed",
-            )
+            text = f"tier {channel.url}: {name} is damaged and removed"
+            warn_every(logger, f"damaged {channel.url}", 60.0, text)
             tier.remove(name)
             return None
         channel.count(hit_rows=1, read_bytes=sum(map(len, views)))
@@ -302,8 +294,8 @@ class Tiering:
             channel.close(deadline)
 
 
-def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
-    """Open the tiers of a pool; None when there are no URLs.
+def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering:
+    """Open the tiers of a pool.
 
     Raises:
         StartupError: holds the problems of all URLs.
@@ -322,9 +314,7 @@ def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
         for _, tier in tiers:
             tier.close()
         raise StartupError(problems)
-    if not tiers:
-        return None
-    tiering = Tiering(tiers, pool.map())
+    tiering = Tiering(tiers, pool.map() if tiers else [])
     # Which of them do not answer is told now.
     tiering.ask("0" * 16, [(bytes(32), "start")])
     return tiering

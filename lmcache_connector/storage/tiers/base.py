@@ -65,10 +65,12 @@ class Tier(Protocol):
     """A store of values by name. All methods may be called from any thread, at the same time.
 
     Every call ends within the tier's own deadline and raises TierError when it cannot be done.
+    ``register``, ``stats`` and ``close`` are for tiers that have something to do then.
     """
 
     def register(self, memory: memoryview) -> None:
         """Most buffers of later calls will lie in ``memory``, which stays until ``close``."""
+        return
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         """By name, whether it is there; one round trip for all of them. A hint."""
@@ -89,9 +91,11 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """What is known without asking around; must not wait."""
+        return TierStats()
 
     def close(self) -> None:
         """End it. What was put stays, where the medium lasts."""
+        return
 
 
 def parse_tier_url(text: str) -> TierUrl:
@@ -145,6 +149,17 @@ def open_tier(url: TierUrl) -> Tier:
 def value_name(namespace: str, chunk_hash: bytes, group: str) -> str:
     """``namespace``: 16 hex digits."""
     return f"{namespace}/{chunk_hash.hex()}-{group}"
+
+
+def fill(buffers: Sequence[memoryview], value: bytes) -> bool:
+    """Copy a value to ``buffers``, in order; False when its length is another than theirs."""
+    if len(value) != sum(map(len, buffers)):
+        return False
+    start = 0
+    for buffer in buffers:
+        buffer[:] = value[start : start + len(buffer)]
+        start += len(buffer)
+    return True
 
 
 def header_bytes(num_shards: int) -> int:

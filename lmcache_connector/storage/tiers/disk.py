@@ -26,7 +26,14 @@ from urllib.parse import unquote
 from lmcache_connector.config import parse_size
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import base
-from lmcache_connector.storage.tiers.base import NAME, TierError, TierStats, TierUrl, take_options
+from lmcache_connector.storage.tiers.base import (
+    NAME,
+    Tier,
+    TierError,
+    TierStats,
+    TierUrl,
+    take_options,
+)
 
 # Nothing lies there, or no file; and what is perhaps wrong with one file alone.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE)
@@ -43,7 +50,7 @@ def open_url(url: TierUrl) -> DiskTier:
     return DiskTier(path, max_bytes if isinstance(max_bytes, int) else None)
 
 
-class DiskTier:
+class DiskTier(Tier):
     """See ``Tier``."""
 
     def __init__(self, path: str, max_bytes: int | None) -> None:
@@ -70,9 +77,6 @@ class DiskTier:
         except OSError as error:
             raise TierError(f"file://{path} cannot be used: {error}") from error
         self._thread.start()
-
-    def register(self, memory: memoryview) -> None:
-        pass
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         return [self._find(name) is not None for name in names]

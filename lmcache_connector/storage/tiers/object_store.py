@@ -30,7 +30,7 @@ _KINDS: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _TOLD = re.compile(r"(?<=status: )\d+|(?<=<Code>)\w+|(?<=kind: )\w+|(?<=source: )[A-Z]\w+(?=[ ,(])")
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(base.Tier):
     """See ``Tier``. The store may be out of reach when it is made."""
 
     def __init__(self, url: base.TierUrl) -> None:
@@ -57,9 +57,6 @@ class ObjectStoreTier:
             return asyncio.run(bounded())
         except (BaseError, OSError, ValueError) as error:
             raise base.TierError(f"{self._where}: {what}: {_told(error)}") from None
-
-    def register(self, memory: memoryview) -> None:
-        pass
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         room = asyncio.Semaphore(64)  # as many connections
@@ -106,12 +103,6 @@ class ObjectStoreTier:
         pages = aiter(obstore.list(self._store, namespace, chunk_size=1000))
         while self._run("clear", page):
             pass
-
-    def stats(self) -> base.TierStats:
-        return base.TierStats()
-
-    def close(self) -> None:
-        pass
 
 
 open_url = ObjectStoreTier
