@@ -11,17 +11,9 @@ from lmcache_connector.config import load_config
 
 vllm_view.require_vllm()
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402
 
-from lmcache_connector.observability.metrics import (  # noqa: E402
-    ConnectorPromMetrics,
-    ConnectorStats,
-)
+from lmcache_connector.observability import metrics  # noqa: E402
 from lmcache_connector.sides import SchedulerSide, WorkerSide  # noqa: E402
 
 if TYPE_CHECKING:
@@ -35,21 +27,24 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Keeps the KV cache of hybrid models outside the engine's blocks and brings it back.
 
     One instance lives in the engine core (scheduler role), one in each worker. They meet only in
     the step's metadata and the workers' reports.
     """
 
+    # What vLLM's metrics make of our counters.
+    build_kv_connector_stats = metrics.ConnectorStats
+    build_prom_metrics = metrics.ConnectorPromMetrics
     # Where vLLM's metrics count what we restore (0.30 does not ask).
     _cache_hit_source = vllm_view.host_cache_hit_source()
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        side = SchedulerSide if role is KVConnectorRole.SCHEDULER else WorkerSide
+        side = SchedulerSide if role is base.KVConnectorRole.SCHEDULER else WorkerSide
         self._side = side(vllm_config, kv_cache_config)
 
     @classmethod
@@ -146,9 +141,9 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_side.save(self._connector_metadata)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         sent, received, failed = self.worker_side.take_results()
-        return KVConnectorTransferResults(
+        return base.KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
@@ -157,23 +152,9 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both sides -----------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> ConnectorStats | None:
+    def get_kv_connector_stats(self) -> metrics.ConnectorStats | None:
         data = self._side.take_counters()
-        return ConnectorStats(data=data) if data else None
+        return metrics.ConnectorStats(data=data) if data else None
 
     def shutdown(self) -> None:
         self._side.shutdown()
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ConnectorPromMetrics:
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -30,13 +30,10 @@ class HiddenService:
             allowed_uids=beside.allowed_uids,
         )
         self._service.start()
+        # Where to register.
+        self.endpoint = f"ipc://{self._service.endpoint}"
         self._server = CacheServer(self.engine, self._service)
         self._server.start()
-
-    @property
-    def endpoint(self) -> str:
-        """``ipc:///path`` to register at."""
-        return f"ipc://{self._service.endpoint}"
 
     def end(self) -> None:
         """Serve no more."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import and_, or_
 
 from lmcache_connector.metadata import PoolRef, SlotRef
@@ -330,13 +332,8 @@ class StorageEngine:
         return self.tiering.channels
 
     def _pins(self) -> dict[Entry, int]:
-        pins: dict[Entry, int] = {}
-        holders: list[Collection[Entry]] = [*self._writing]
-        holders += [entries for session in self.sessions for entries in session.pinned()]
-        for entries in holders:
-            for entry in entries:
-                pins[entry] = pins.get(entry, 0) + 1
-        return pins
+        held = (entries for session in self.sessions for entries in session.pinned())
+        return Counter(chain(*self._writing, *held))
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the numbers when bookkeeping does not add up."""

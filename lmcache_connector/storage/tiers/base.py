@@ -103,15 +103,15 @@ def parse_tier_url(text: str) -> TierUrl:
     try:
         parse_url(text)  # from here on it may be told
     except ValueError as error:
-        raise ConfigError([f"tiers: {error}"]) from None
+        raise ConfigError(f"tiers: {error}") from None
     try:
         parts = urlsplit(text)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
-        raise ConfigError([f"tiers: {text!r} is no URL: {error}"]) from None
+        raise ConfigError(f"tiers: {text!r} is no URL: {error}") from None
     if parts.scheme not in _MODULES:
         known = ", ".join(f"{scheme}://" for scheme in _MODULES)
-        raise ConfigError([f"tiers: the scheme of {text!r} is none of {known}"])
+        raise ConfigError(f"tiers: the scheme of {text!r} is none of {known}")
     return TierUrl(text, parts.scheme, parts.netloc, parts.path, dict(pairs))
 
 
@@ -125,12 +125,12 @@ def take_options(url: TierUrl, parsers: Mapping[str, Callable[[str], object]]) -
     for key, value in url.options.items():
         if key not in parsers:
             raise ConfigError(
-                [f"tiers: {url.scheme}:// has no option {key!r}; it has {', '.join(parsers)}"]
+                f"tiers: {url.scheme}:// has no option {key!r}; it has {', '.join(parsers)}"
             )
         try:
             parsed[key] = parsers[key](value)
         except ValueError as error:
-            raise ConfigError([f"tiers: {key}={value} of {url.scheme}://: {error}"]) from None
+            raise ConfigError(f"tiers: {key}={value} of {url.scheme}://: {error}") from None
     return parsed
 
 
@@ -141,7 +141,7 @@ def open_tier(url: TierUrl) -> Tier:
         module = importlib.import_module(f"lmcache_connector.storage.tiers.{name}")
     except ModuleNotFoundError as error:
         extra = f"pip install 'lmcache-connector[{name.replace('_', '-')}]'"
-        raise ConfigError([f"tiers: {url.scheme}:// needs {error.name}: {extra}"]) from None
+        raise ConfigError(f"tiers: {url.scheme}:// needs {error.name}: {extra}") from None
     tier: Tier = module.open_url(url)
     return tier
 

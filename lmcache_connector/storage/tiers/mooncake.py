@@ -40,7 +40,7 @@ def open_url(url: TierUrl) -> MooncakeTier:
     """The master may be absent."""
     options: Any = take_options(url, dict.fromkeys(_DEFAULTS, str) | {"segment": parse_size})
     if not url.host.rpartition(":")[2].isdigit() or url.path.strip("/"):
-        raise ConfigError([f"tiers: {url.text}: it must be mooncake://host:port of the master"])
+        raise ConfigError(f"tiers: {url.text}: it must be mooncake://host:port of the master")
     for setting in _ENVIRONMENT.split():
         os.environ.setdefault(*setting.split("="))
     try:
@@ -48,7 +48,7 @@ def open_url(url: TierUrl) -> MooncakeTier:
     except ImportError as error:
         problem = f"tiers: mooncake:// cannot be used: {error}; pip install 'lmcache-connector"
         problem += "[mooncake]' (with CUDA: mooncake-transfer-engine), on Debian also apt-get "
-        raise ConfigError([f"{problem}install libcurl4 libibverbs1 libnuma1 librdmacm1"]) from None
+        raise ConfigError(f"{problem}install libcurl4 libibverbs1 libnuma1 librdmacm1") from None
     return MooncakeTier(MooncakeDistributedStore, url.host, _DEFAULTS | options)
 
 

@@ -47,7 +47,7 @@ class ObjectStoreTier(base.Tier):
         try:
             self._store = _KINDS[url.scheme](url.host or None, **options)
         except (BaseError, OSError, ValueError) as error:
-            raise ConfigError([f"tiers: {url.text} cannot be set up: {_told(error)}"]) from None
+            raise ConfigError(f"tiers: {url.text} cannot be set up: {_told(error)}") from None
 
     def _run(self, what: str, start: Callable[[], Awaitable[Any]]) -> Any:
         async def bounded() -> Any:

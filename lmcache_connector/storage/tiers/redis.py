@@ -92,7 +92,7 @@ class RedisTier(base.Tier):
             if file:
                 secret = Path(file).read_text(errors="replace").strip()
         except (ValueError, OSError) as error:
-            raise ConfigError([f"tiers: {url.text}: {error}"]) from None
+            raise ConfigError(f"tiers: {url.text}: {error}") from None
         self._where, self._timeout = url.text, options.get("timeout", 5.0)
         self._expiry_ms = max(1, int(options["ttl"] * 1000)) if "ttl" in options else None
         arguments = {
