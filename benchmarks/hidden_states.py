@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lmcache_connector.config import load_config
 from lmcache_connector.groups import FULL, KVLayerGroupInfo, WorkerGeometry, engine_group_infos
 from lmcache_connector.hidden_states.store import HiddenStateStore
 from lmcache_connector.keys import ChunkChain, TokenDatabase
@@ -75,7 +76,9 @@ def _layout() -> CacheLayout:
 def _ours(stack: ExitStack) -> HiddenStateStore:
     """As an engine's: its pool is behind sockets. The KV that the rows go with is there."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    kv = EmbeddedStore(folder / "a.sock", "model", NAMESPACE, _layout(), 1 << 24, [], 1 << 28)
+    sizes = {"max_local_cpu_size": "16MiB", "max_hidden_state_cpu_size": "256MiB"}
+    config = load_config({**sizes, "enable_hidden_state_cache": True}, {}).config
+    kv = EmbeddedStore(folder / "a.sock", "model", NAMESPACE, _layout(), config)
     stack.callback(kv.close)
     assert kv.hidden is not None
     memory = PoolClient(memory_path(folder / "a.sock"), 0, "")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import msgspec
+from typing import NamedTuple
 
 from lmcache_connector.errors import ConfigError, UnsupportedModelError
 from lmcache_connector.groups import EngineGroupSpec, ReuseKind, align_up
@@ -13,7 +12,7 @@ from lmcache_connector.groups import EngineGroupSpec, ReuseKind, align_up
 DEFAULT_CHUNK_TOKENS = 256
 
 
-class ChunkChoice(msgspec.Struct, frozen=True):
+class ChunkChoice(NamedTuple):
     """Chunk size in tokens, and a sentence to log about it or None."""
 
     chunk_tokens: int
@@ -43,7 +42,7 @@ def choose_chunk_size(
     blocks.discard(0)
     if not blocks:
         raise UnsupportedModelError(
-            ["no KV cache group of this model can be cached by prefix; start without a connector"]
+            "no KV cache group of this model can be cached by prefix; start without a connector"
         )
     unit = math.lcm(*blocks)
     if configured is None:
@@ -52,10 +51,8 @@ def choose_chunk_size(
         below = configured // unit * unit
         nearest = f"{below} or {below + unit}" if below > 0 else str(unit)
         raise ConfigError(
-            [
-                f"chunk_size {configured} is not a multiple of {unit} tokens, which the blocks of "
-                f"all groups ({', '.join(map(str, sorted(blocks)))}) divide: use {nearest}"
-            ]
+            f"chunk_size {configured} is not a multiple of {unit} tokens, which the blocks of "
+            f"all groups ({', '.join(map(str, sorted(blocks)))}) divide: use {nearest}"
         )
     if has_state and configured > unit:
         steps = configured // unit

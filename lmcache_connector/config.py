@@ -390,11 +390,11 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
                 continue
             values[name], origins[name] = value, origin
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
     config = msgspec.convert(parsed, Config)
     if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >> 20):
-        raise ConfigError(["hidden states: set max_hidden_state_cpu_size to some GiB, such as 4."])
+        raise ConfigError("hidden states: set max_hidden_state_cpu_size to some GiB, such as 4.")
     return LoadedConfig(config, origins, _unread_variables(environ))
 
 

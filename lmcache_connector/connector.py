@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,9 @@ from lmcache_connector.config import load_config
 
 vllm_view.require_vllm()
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402
 
-from lmcache_connector.observability.metrics import (  # noqa: E402
-    ConnectorPromMetrics,
-    ConnectorStats,
-)
+from lmcache_connector.observability import metrics  # noqa: E402
 from lmcache_connector.sides import SchedulerSide, WorkerSide  # noqa: E402
 
 if TYPE_CHECKING:
@@ -36,26 +27,25 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Keeps the KV cache of hybrid models outside the engine's blocks and brings it back.
 
     One instance lives in the engine core (scheduler role), one in each worker. They meet only in
     the step's metadata and the workers' reports.
     """
 
+    # What vLLM's metrics make of our counters.
+    build_kv_connector_stats = metrics.ConnectorStats
+    build_prom_metrics = metrics.ConnectorPromMetrics
     # Where vLLM's metrics count what we restore (0.30 does not ask).
     _cache_hit_source = vllm_view.host_cache_hit_source()
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config)
-        else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config)
+        side = SchedulerSide if role is base.KVConnectorRole.SCHEDULER else WorkerSide
+        self._side = side(vllm_config, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -66,13 +56,13 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a scheduler-side hook was called on a worker"
-        return self._scheduler
+        assert isinstance(self._side, SchedulerSide), "a scheduler's hook was called on a worker"
+        return self._side
 
     @property
     def worker_side(self) -> WorkerSide:
-        assert self._worker is not None, "a worker-side hook was called on the scheduler"
-        return self._worker
+        assert isinstance(self._side, WorkerSide), "a worker's hook was called on the scheduler"
+        return self._side
 
     @property
     def _lmcache_engine(self) -> SimpleNamespace:
@@ -151,9 +141,9 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker_side.save(self._connector_metadata)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         sent, received, failed = self.worker_side.take_results()
-        return KVConnectorTransferResults(
+        return base.KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
@@ -162,28 +152,9 @@ class LMCacheHybridConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- both sides -----------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> ConnectorStats | None:
-        side = self._scheduler or self.worker_side
-        data = side.take_counters()
-        return ConnectorStats(data=data) if data else None
+    def get_kv_connector_stats(self) -> metrics.ConnectorStats | None:
+        data = self._side.take_counters()
+        return metrics.ConnectorStats(data=data) if data else None
 
     def shutdown(self) -> None:
-        side = self._scheduler or self.worker_side
-        side.shutdown()
-
-    def take_events(self) -> Iterable[Any]:
-        return ()
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ConnectorPromMetrics:
-        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._side.shutdown()

@@ -14,8 +14,6 @@ Expected misses (absent object, deadline passed, pool full) are results, not err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class ConnectorError(Exception):
     """Root of the tree."""
@@ -24,12 +22,12 @@ class ConnectorError(Exception):
 class StartupError(ConnectorError):
     """Refused at start. ``problems`` holds one sentence each: the cause and the fix."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(f"- {problem}" for problem in self.problems))
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
 
-    def __reduce__(self) -> tuple[type[StartupError], tuple[tuple[str, ...]]]:
-        return type(self), (self.problems,)
+    def __str__(self) -> str:
+        return "\n".join(f"- {problem}" for problem in self.problems)
 
 
 class ConfigError(StartupError):

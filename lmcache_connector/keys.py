@@ -26,12 +26,7 @@ FORMAT_VERSION = 1
 UNRESOLVED_PREFIX = "unresolved:"
 
 _CODE_SUFFIX = ".py"
-_CONFIG_FILES = (
-    "config.json",
-    "hf_quant_config.json",
-    "params.json",
-    "quantize_config.json",
-)
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "params.json", "quantize_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _MIB = 1 << 20
 # Larger files are sampled: reading all weights would double the time of a start.

@@ -14,11 +14,7 @@ from lmcache_connector.config import Config
 from lmcache_connector.hidden_states import omni
 from lmcache_connector.hidden_states.store import HiddenStateStore
 from lmcache_connector.keys import Extra
-from lmcache_connector.vllm_request import (
-    Adapters,
-    VllmRequest,
-    mm_identifiers_are_counters,
-)
+from lmcache_connector.vllm_request import Adapters, VllmRequest, mm_identifiers_are_counters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

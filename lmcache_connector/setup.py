@@ -10,7 +10,6 @@ from lmcache_connector import omni_stage, vllm_view
 from lmcache_connector.chunk_size import choose_chunk_size
 from lmcache_connector.config import Config, LoadedConfig, load_config
 from lmcache_connector.errors import ConfigError, StartupError
-from lmcache_connector.groups import EngineGroupSpec
 from lmcache_connector.hidden_states.rows import Layer
 from lmcache_connector.hidden_states.settings import ExtractSettings, parse_settings
 from lmcache_connector.server.sockets import socket_path_for
@@ -41,31 +40,30 @@ class Setup:
         except ConfigError as error:
             problems.extend(error.problems)
         problems.extend(omni_stage.stage_problems(vllm_config, loaded and loaded.config))
-        groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
+        self.groups, group_problems = vllm_view.group_specs(vllm_config, kv_cache_config)
         problems.extend(group_problems)
-        if loaded is not None and loaded.config.save_decode_cache:
-            problems.extend(vllm_view.decode_problems(kv_cache_config))
-        if loaded is not None and owns_pool and loaded.config.server is None:
-            config = loaded.config
-            problem = check_memory_budget(config.max_local_cpu_bytes, config.hidden_bytes)
-            problems.extend([problem] if problem else [])
         self.taps = vllm_view.hidden_state_taps(vllm_config)
         self.extract: ExtractSettings | None = None
-        if loaded is not None and loaded.config.extract_hidden_states:
+        if loaded is not None:
+            config = loaded.config
+            if config.save_decode_cache:
+                problems.extend(vllm_view.decode_problems(kv_cache_config))
+            if owns_pool and config.server is None:
+                problem = check_memory_budget(config.max_local_cpu_bytes, config.hidden_bytes)
+                problems.extend([problem] if problem else [])
             try:
-                self.extract = parse_settings(loaded.config.extract_hidden_states, self.taps)
+                if config.extract_hidden_states:
+                    self.extract = parse_settings(config.extract_hidden_states, self.taps)
             except ConfigError as error:
                 problems.extend(error.problems)
-        self.groups: tuple[EngineGroupSpec, ...] = groups
         if not group_problems:
             try:
-                choice = choose_chunk_size(groups, loaded.config.chunk_size if loaded else None)
-                self.chunk_tokens = choice.chunk_tokens
-                self.chunk_warning = choice.warning
+                configured = loaded.config.chunk_size if loaded else None
+                self.chunk_tokens, self.chunk_warning = choose_chunk_size(self.groups, configured)
             except StartupError as error:
                 problems.extend(error.problems)
         if problems or loaded is None:
-            raise StartupError(problems)
+            raise StartupError(*problems)
         self.loaded = loaded
         self.config: Config = loaded.config
         # Hidden states as the model has them, and their rows that a hit needs with its KV.

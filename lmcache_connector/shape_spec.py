@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
+_PART = re.compile(r"\((\d+),(\d+),(\d+),(\d+),(\d+)\):([^:]+):(\d+)")
+_Size = Annotated[int, msgspec.Meta(gt=0)]
 
-class KVCacheShape(msgspec.Struct, frozen=True):
+
+class KVCacheShape(msgspec.Struct, frozen=True, array_like=True):
     """One part of a KV cache shape spec: ``(kv_size,nb,bs,nh,hs):dtype:layers``."""
 
-    kv_size: int
-    nb: int
-    bs: int
-    nh: int
-    hs: int
+    kv_size: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    nb: _Size
+    bs: _Size
+    nh: _Size
+    hs: _Size
     dtype: str
-    num_layers: int
+    num_layers: _Size
 
 
 def parse_kvcache_shape_spec(text: str) -> tuple[KVCacheShape, ...]:
@@ -27,21 +32,16 @@ def parse_kvcache_shape_spec(text: str) -> tuple[KVCacheShape, ...]:
     """
     shapes = []
     for part in text.split(";"):
-        fields = [field.strip() for field in part.split(":")]
+        match = _PART.fullmatch("".join(part.split()))
         try:
-            dims, dtype, layers = fields
-            if not (dims.startswith("(") and dims.endswith(")")):
-                raise ValueError
-            kv_size, nb, bs, nh, hs = (int(number) for number in dims[1:-1].split(","))
-            shape = KVCacheShape(kv_size, nb, bs, nh, hs, dtype, int(layers))
+            fields = match.groups() if match is not None else ()
+            shapes.append(msgspec.convert(fields, KVCacheShape, strict=False))
         except ValueError:
             raise ValueError(
                 f"cannot read {part.strip()!r}: expected (kv_size,blocks,block_size,heads,"
-                "head_size):dtype:layers, for example (2,1024,16,8,128):float16:30"
+                "head_size):dtype:layers, for example (2,1024,16,8,128):float16:30; sizes must be "
+                "positive and kv_size 1 or 2"
             ) from None
-        if min(kv_size, nb, bs, nh, hs, shape.num_layers) <= 0 or kv_size > 2 or not shape.dtype:
-            raise ValueError(f"{part.strip()!r}: sizes must be positive and kv_size 1 or 2")
-        shapes.append(shape)
     return tuple(shapes)
 
 

@@ -19,11 +19,7 @@ from lmcache_connector import (
     vllm_request,
     vllm_view,
 )
-from lmcache_connector.config import (
-    RequestParams,
-    describe,
-    parse_request_params,
-)
+from lmcache_connector.config import describe, parse_request_params
 from lmcache_connector.counters import Counters
 from lmcache_connector.errors import StartupError
 from lmcache_connector.groups import WorkerGeometry
@@ -43,7 +39,7 @@ from lmcache_connector.server.store_client import StoreClient
 from lmcache_connector.setup import Setup
 from lmcache_connector.storage.pool import check_pool_size
 from lmcache_connector.storage.session import StoreSession
-from lmcache_connector.worker.register import RankFacts, Registration, register_kv_caches
+from lmcache_connector.worker.register import RankFacts, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
 from lmcache_connector.worker.worker import CacheWorker, device_of
 
@@ -99,31 +95,26 @@ class SchedulerSide:
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._early_geometries: dict[int, WorkerGeometry] = {}
         self._block_size_checked = False
-        rope_hint = vllm_faults.mla_rope_hint(vllm_config, setup.groups)
-        role_hint = (
-            f"kv_role {transfer.kv_role} with a pool of this engine's own: what is stored is never "
-            "loaded and nothing is ever found; use kv_both"
-            if transfer.kv_role != "kv_both" and not config.server and not config.tier_urls
-            else None
-        )
-        tiers_hint = (
-            "tiers are not used with server: the server has its own (lmcache-connector server "
-            "--tier URL)"
-            if config.server and config.tier_urls
-            else None
-        )
-        unresolved = str(self._facts["model"]).startswith(UNRESOLVED_PREFIX)
-        sharing_hint = (
-            "which weights this engine loads cannot be told (a name without a resolved commit, or "
-            "dummy weights): what it keeps is found by itself only; give --revision COMMIT or a "
-            "local directory"
-            if unresolved and (config.server or config.tier_urls)
-            else None
-        )
-        hints = (setup.chunk_warning, rope_hint, role_hint, tiers_hint, sharing_hint)
-        for warning in (*setup.loaded.warnings, *hints):
-            if warning:
-                logger.warning(warning)
+        hints = [setup.chunk_warning, vllm_faults.mla_rope_hint(vllm_config, setup.groups)]
+        is_alone = not config.server and not config.tier_urls
+        if is_alone and transfer.kv_role != "kv_both":
+            hints.append(
+                f"kv_role {transfer.kv_role} with a pool of this engine's own: what is stored is "
+                "never loaded and nothing is ever found; use kv_both"
+            )
+        if config.server and config.tier_urls:
+            hints.append(
+                "tiers are not used with server: the server has its own (lmcache-connector server "
+                "--tier URL)"
+            )
+        if not is_alone and str(self._facts["model"]).startswith(UNRESOLVED_PREFIX):
+            hints.append(
+                "which weights this engine loads cannot be told (a name without a resolved commit, "
+                "or dummy weights): what it keeps is found by itself only; give --revision COMMIT "
+                "or a local directory"
+            )
+        for warning in filter(None, [*setup.loaded.warnings, *hints]):
+            logger.warning(warning)
 
     def _namespace(self, fingerprints: Sequence[str], nonce: str) -> bytes:
         return namespace_digest({**self._facts, "geometry": ",".join(fingerprints), "reset": nonce})
@@ -161,19 +152,10 @@ class SchedulerSide:
                     self._hidden_endpoint, RegisterHiddenStates(*who, setup.hidden_groups)
                 )
         else:
-            capacity = setup.config.max_local_cpu_bytes
-            problem = check_pool_size(capacity, layout.largest_row_bytes())
-            if problem is not None:
-                raise StartupError([problem])
-            store = EmbeddedStore(
-                setup.endpoint,
-                model,
-                namespace,
-                layout,
-                capacity,
-                setup.config.tier_urls,
-                setup.config.hidden_bytes,
-            )
+            row_bytes = layout.largest_row_bytes()
+            if problem := check_pool_size(setup.config.max_local_cpu_bytes, row_bytes):
+                raise StartupError(problem)
+            store = EmbeddedStore(setup.endpoint, model, namespace, layout, setup.config)
             if store.hidden is not None:
                 self._hidden_endpoint = store.hidden.endpoint
                 if setup.hidden_groups:
@@ -232,19 +214,16 @@ class SchedulerSide:
         # The scheduler reads it at every step.
         cache.block_size = block
 
-    def _params(self, view: vllm_request.VllmRequest) -> RequestParams:
-        params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
-        for warning in warnings:
-            warn_every(logger, "request parameters", 60.0, "%s", warning)
-        return params
-
     def on_new_request(self, request: Request) -> None:
         if not self._block_size_checked:
             self._check_block_size()
         if request.lora_request and self._adapters.replaces(request.lora_request):
             self._scheduler.reset()
         view = self._view(request)
-        self._scheduler.on_new_request(view, self._params(view))
+        params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
+        for warning in warnings:
+            warn_every(logger, "request parameters", 60.0, "%s", warning)
+        self._scheduler.on_new_request(view, params)
         if request.cache_salt and self._setup.hidden_shape is not None:
             self._salts[view.request_id] = request.cache_salt
         if self._exports is not None and vllm_request.has_token_ids(request):
@@ -274,8 +253,7 @@ class SchedulerSide:
         if not isinstance(meta, WorkerMeta):
             return
         if not self._scheduler.attached:
-            for geometry in meta.geometries:
-                self._early_geometries[geometry.rank] = geometry
+            self._early_geometries |= {geometry.rank: geometry for geometry in meta.geometries}
             if len(self._early_geometries) == self._num_ranks:
                 self._attach(list(self._early_geometries.values()), wait_seconds=0.0)
         self._scheduler.on_worker_meta(meta)
@@ -336,9 +314,6 @@ class WorkerSide:
         config = self._setup.config
         if config.enable_hidden_state_cache and vllm_view.has_hidden_states():
             self.hidden_state_store = HiddenStateStore(
-                None,
-                None,
-                None,
                 layers=config.hidden_state_layers,
                 kept_as=config.hidden_state_dtype,
                 default=self._setup.hidden_shape,
@@ -356,17 +331,15 @@ class WorkerSide:
         return SimpleNamespace(hidden_state_store=self.hidden_state_store, config=config)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        registration: Registration = register_kv_caches(
+        backends = vllm_view.backend_names(self._vllm_config, self._kv_cache_config)
+        registration = register_kv_caches(
             self._setup.groups,
             kv_caches,
             num_blocks=self._kv_cache_config.num_blocks,
             chunk_tokens=self._setup.chunk_tokens,
-            ranks=RankFacts(
-                *vllm_view.rank_facts(),
-                vllm_view.backend_names(self._vllm_config, self._kv_cache_config),
-            ),
+            ranks=RankFacts(*vllm_view.rank_facts(), backends),
         )
-        copier = self._copier = make_copier(device_of(kv_caches))
+        copier = make_copier(device_of(kv_caches))
         self._worker = CacheWorker(registration, copier, Counters())
         for spec in (layer for group in self._setup.groups for layer in group.layers):
             if spec.family == "hidden" and self._setup.extract is not None:
@@ -390,26 +363,20 @@ class WorkerSide:
             if self.hidden_state_store is not None:
                 self._omni.expect(meta.salts)
                 if meta.hidden is not None:
-                    self._keep_hidden(meta.hidden, self.hidden_state_store)
+                    self._keep_hidden(meta.hidden, self.hidden_state_store, self._worker)
             if self._extractor is not None and meta.extract is not None:
                 self._extractor.start(meta.extract)
 
-    def _keep_hidden(self, ref: HiddenRef, hidden_states: HiddenStateStore) -> None:
+    def _keep_hidden(
+        self, ref: HiddenRef, hidden_states: HiddenStateStore, worker: CacheWorker
+    ) -> None:
         """Go on where the scheduler's side says."""
         if self._hidden is None:
             name, chunk_tokens = f"{self._setup.instance}/rows", self._setup.chunk_tokens
             model = str(self._vllm_config.model_config.model)
             who = RegisterHiddenStates(name, model, ref.namespace, chunk_tokens, 1)
             path = memory_path(Path(ref.endpoint.removeprefix("ipc://")))
-            memory = PoolClient(
-                path,
-                0,
-                name,
-                register_extent=self._copier.register_extent,
-                unregister_extent=self._copier.unregister_extent,
-                touch_ahead=self._copier.touch_ahead,
-            )
-            memory.start()
+            memory = worker.open_memory(path, 0, name)
             store = StoreClient(ref.endpoint, who)
         elif self._hidden[0] != ref:
             _, store, memory = self._hidden

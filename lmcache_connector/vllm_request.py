@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+_ANSWERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+
+
 class Adapters:
     """LoRA adapters as the engine has loaded them."""
 
@@ -57,12 +60,7 @@ class Adapters:
 class VllmRequest:
     """A live window on one vLLM request; implements RequestView."""
 
-    __slots__ = (
-        "_adapters",
-        "_mm_cursor",
-        "_request",
-        "_uncacheable",
-    )
+    __slots__ = ("_adapters", "_mm_cursor", "_request", "uncacheable")
 
     def __init__(
         self,
@@ -76,14 +74,14 @@ class VllmRequest:
         self._adapters = adapters
         # (token position, index of the first image that may reach it): ranges come in order.
         self._mm_cursor = (0, 0)
-        self._uncacheable: str | None = None
+        self.uncacheable: str | None = None
         if mm_identifiers_are_counters and request.mm_features:
-            self._uncacheable = (
+            self.uncacheable = (
                 "multimodal requests, whose identifiers are per-process counters while "
                 "--mm-processor-cache-gb is 0 and prefix caching is off; set one of them"
             )
         if needs_salt and not request.cache_salt:
-            self._uncacheable = "requests whose prompt is placeholders and that have no cache_salt"
+            self.uncacheable = "requests whose prompt is placeholders and that have no cache_salt"
 
     @property
     def request_id(self) -> str:
@@ -104,10 +102,6 @@ class VllmRequest:
     @property
     def skip_reading(self) -> bool:
         return bool(getattr(self._request, "skip_reading_prefix_cache", False))
-
-    @property
-    def uncacheable(self) -> str | None:
-        return self._uncacheable
 
     @property
     def kv_transfer_params(self) -> Mapping[str, object]:
@@ -156,19 +150,13 @@ def has_token_ids(request: Request) -> bool:
 
 def ended_normally(request: Request) -> bool:
     """Whether a finished request was answered, not aborted or failed."""
-    return request.status.name in (
-        "FINISHED_STOPPED",
-        "FINISHED_LENGTH_CAPPED",
-        "FINISHED_REPETITION",
-    )
+    return request.status.name in _ANSWERED
 
 
 def mm_identifiers_are_counters(vllm_config: VllmConfig) -> bool:
     """Whether vLLM numbers images per process instead of hashing their content."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    if multimodal is None:
-        return False
-    return not (
+    return multimodal is not None and not (
         multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching
     )
 

@@ -63,24 +63,19 @@ def require_vllm() -> None:
     Raises:
         UnsupportedVllmError: names what is missing and the supported range.
     """
-    problems = []
-    for module_name, object_name, attribute in _REQUIRED:
-        try:
-            found = getattr(importlib.import_module(module_name), object_name)
-        except (ImportError, AttributeError):
-            problems.append(f"{module_name}.{object_name}")
-            continue
-        if attribute is not None and not (
-            attribute in getattr(found, "__dataclass_fields__", {}) or hasattr(found, attribute)
-        ):
-            problems.append(f"{module_name}.{object_name}.{attribute}")
-    if problems:
-        raise UnsupportedVllmError(
-            [
-                f"vLLM {vllm.__version__} has no {name}: install vllm{SUPPORTED_VLLM}"
-                for name in problems
-            ]
-        )
+    missing = [".".join(filter(None, names)) for names in _REQUIRED if not _is_there(*names)]
+    if missing:
+        text = f"vLLM {vllm.__version__} has no %s: install vllm{SUPPORTED_VLLM}"
+        raise UnsupportedVllmError(*(text % name for name in missing))
+
+
+def _is_there(module_name: str, object_name: str, attribute: str | None) -> bool:
+    try:
+        found = getattr(importlib.import_module(module_name), object_name)
+    except (ImportError, AttributeError):
+        return False
+    fields = getattr(found, "__dataclass_fields__", {})
+    return attribute is None or attribute in fields or hasattr(found, attribute)
 
 
 def host_cache_hit_source() -> Any:
@@ -194,11 +189,7 @@ def _is(spec: KVCacheSpec, *class_names: str) -> bool:
 
 
 def _layer_spec(
-    vllm_config: VllmConfig,
-    group_id: int,
-    name: str,
-    spec: KVCacheSpec,
-    problems: list[str],
+    vllm_config: VllmConfig, group_id: int, name: str, spec: KVCacheSpec, problems: list[str]
 ) -> LayerSpec | None:
     parallel = vllm_config.parallel_config
     tp_size = parallel.tensor_parallel_size

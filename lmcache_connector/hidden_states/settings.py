@@ -86,7 +86,7 @@ def parse_settings(given: Mapping[str, object], taps: Sequence[int]) -> ExtractS
         return msgspec.structs.replace(settings, layers=some_of(settings.layers or taps, taps))
     except ValueError as error:
         keys = ", ".join(ExtractSettings.__struct_fields__)
-        raise ConfigError([f"extract_hidden_states: {error} (its keys: {keys})"]) from None
+        raise ConfigError(f"extract_hidden_states: {error} (its keys: {keys})") from None
 
 
 def some_of(layers: Sequence[int], taps: Sequence[int]) -> tuple[int, ...]:

@@ -45,9 +45,9 @@ class HiddenStateStore:
 
     def __init__(
         self,
-        store: Store | None,
-        memory: PoolClient | None,
-        database: TokenDatabase | None,
+        store: Store | None = None,
+        memory: PoolClient | None = None,
+        database: TokenDatabase | None = None,
         *,
         layers: Collection[int] | None = None,
         kept_as: str = "native",

@@ -40,8 +40,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(hidden_cli.app, name="hidden-states")
 
 Socket = Annotated[
-    str | None,
-    typer.Option(parser=parse_endpoint, help="ipc:///path; default: LMCACHE_SERVER."),
+    str | None, typer.Option(parser=parse_endpoint, help="ipc:///path; default: LMCACHE_SERVER.")
 ]
 Size = Annotated[int | None, typer.Option(parser=parse_size, help="GiB, or text such as 512MiB.")]
 Tiers = Annotated[list[str] | None, typer.Option(parser=parse_url, help="URL; nearest first.")]

@@ -71,9 +71,8 @@ def run_checks(socket: str | None) -> Iterator[Check]:
 
 def _check_packages() -> Iterator[Check]:
     found = metadata.entry_points(group="vllm.general_plugins", name="lmcache_connector")
-    yield _check(
-        "plugin for vLLM", None if found else f"pip install {_PACKAGE}: vLLM cannot see it"
-    )
+    fix = f"pip install {_PACKAGE}: vLLM cannot see it"
+    yield _check("plugin for vLLM", None if found else fix)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "lmcache_connector" not in plugins.split(","):
         yield Check("FAIL", f"VLLM_PLUGINS={plugins}", "add lmcache_connector, or unset it")

@@ -13,21 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_connector import metadata
 from lmcache_connector.config import Config, RequestParams
 from lmcache_connector.counters import Counters
 from lmcache_connector.groups import ReuseKind
 from lmcache_connector.keys import ChunkChain, TokenDatabase
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
-from lmcache_connector.metadata import (
-    LoadOp,
-    LoadReport,
-    ObjectOp,
-    StepMeta,
-    StoreOp,
-    StoreReport,
-    WorkerMeta,
-)
 from lmcache_connector.scheduler import allocate
 from lmcache_connector.scheduler.ledger import Ledger
 from lmcache_connector.scheduler.lookup import Lookups
@@ -92,7 +84,7 @@ class CacheScheduler:
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[int, PendingStore] = {}
         self._loads: dict[int, PendingLoad] = {}
-        self._new_loads: list[LoadOp] = []
+        self._new_loads: list[metadata.LoadOp] = []
         # (chunk hash, group tag) of rows that a store in flight will publish.
         self._storing: set[RowKey] = set()
         self._ids = itertools.count(1)
@@ -135,10 +127,7 @@ class CacheScheduler:
             return
         self.on_finished(view.request_id)
         state = self._requests[view.request_id] = RequestState(
-            view,
-            ChunkChain(self._open.database),
-            params,
-            num_prompt_tokens=view.num_prompt_tokens,
+            view, ChunkChain(self._open.database), params, num_prompt_tokens=view.num_prompt_tokens
         )
         if self._can_load and not view.skip_reading and not view.uncacheable:
             self._open.lookups.expect(state)
@@ -188,7 +177,7 @@ class CacheScheduler:
             return
         # From here on vLLM waits for a report: whatever is wrong becomes a failed load.
         load_id, num_ranks, incarnation = next(self._ids), 1, ""
-        objects: list[ObjectOp] = []
+        objects: list[metadata.ObjectOp] = []
         rows: list[RowKey] = []
         if opened is not None:
             num_ranks, incarnation = opened.layout.num_ranks, opened.store.pool_ref.incarnation
@@ -200,7 +189,7 @@ class CacheScheduler:
                 opened.lookups.load(state)
             state.load_id = load_id
         deadline = time.monotonic() + self._config.load_timeout
-        self._new_loads.append(LoadOp(load_id, request_id, incarnation, deadline, objects))
+        self._new_loads.append(metadata.LoadOp(load_id, request_id, incarnation, deadline, objects))
         self._loads[load_id] = PendingLoad(
             request_id, set(range(num_ranks)), rows if objects else [], external_tokens
         )
@@ -212,7 +201,7 @@ class CacheScheduler:
         load_id: int,
         block_ids: Sequence[Sequence[int]],
         external_tokens: int,
-    ) -> list[ObjectOp]:
+    ) -> list[metadata.ObjectOp]:
         """What is copied for ``lookup.keep``; nothing when that cannot be done as planned."""
         if lookup.boundary != lookup.local_tokens + external_tokens:
             # vLLM shortened the answer: what was looked up does not end there.
@@ -232,12 +221,12 @@ class CacheScheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def build_step(self, step: StepView) -> StepMeta:
+    def build_step(self, step: StepView) -> metadata.StepMeta:
         """What the workers are asked to copy in this step."""
         loads, self._new_loads = self._new_loads, []
         opened = self._open
         if opened is None:
-            return StepMeta(loads=loads)
+            return metadata.StepMeta(loads=loads)
         opened.lookups.prefetch()
         stores = []
         for request_id, num_scheduled in step.scheduled.items():
@@ -249,11 +238,11 @@ class CacheScheduler:
             end = state.view.num_computed_tokens + num_scheduled
             if self._can_store and (op := self._plan_store(opened, state, step, end)):
                 stores.append(op)
-        return StepMeta(opened.store.pool_ref, stores, loads)
+        return metadata.StepMeta(opened.store.pool_ref, stores, loads)
 
     def _plan_store(
         self, opened: _Open, state: RequestState, step: StepView, end: int
-    ) -> StoreOp | None:
+    ) -> metadata.StoreOp | None:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
         view = state.view
         if view.num_prompt_tokens != state.num_prompt_tokens:
@@ -319,16 +308,16 @@ class CacheScheduler:
             parts=parts,
             digests=[[None if size else 0 for size in part.sizes] for part in parts],
         )
-        return StoreOp(store_id, opened.store.pool_ref.incarnation, objects)
+        return metadata.StoreOp(store_id, opened.store.pool_ref.incarnation, objects)
 
-    def on_worker_meta(self, meta: WorkerMeta) -> None:
+    def on_worker_meta(self, meta: metadata.WorkerMeta) -> None:
         """Ranks are done with copies: publish, drop or release what they touched."""
         for store in meta.stores:
             self._on_store_report(store)
         for load in meta.loads:
             self._on_load_report(load)
 
-    def _on_store_report(self, report: StoreReport) -> None:
+    def _on_store_report(self, report: metadata.StoreReport) -> None:
         pending, opened = self._stores.get(report.store_id), self._open
         if pending is None or opened is None:
             return
@@ -376,7 +365,7 @@ class CacheScheduler:
             return
         pending.bind(state.chain.hashes)
 
-    def _on_load_report(self, report: LoadReport) -> None:
+    def _on_load_report(self, report: metadata.LoadReport) -> None:
         pending, opened = self._loads.get(report.load_id), self._open
         if pending is None:
             return

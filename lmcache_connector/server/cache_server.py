@@ -216,8 +216,8 @@ class CacheServer:
                     return None
                 check_rows(len(chunk_hashes), len(session.groups))
                 chunks = session.num_chunks(besides=lookup_id) + len(chunk_hashes)
-                if session.num_lookups >= _MAX_LOOKUPS or chunks > _MAX_CHUNKS:
-                    raise ValueError(f"{session.num_lookups} lookups are open, {chunks} chunks")
+                if len(session.lookups) >= _MAX_LOOKUPS or chunks > _MAX_CHUNKS:
+                    raise ValueError(f"{len(session.lookups)} lookups are open, {chunks} chunks")
             case messages.PrepareStore():
                 if not is_ready:
                     return []
@@ -357,7 +357,7 @@ class CacheServer:
     def _instance_status(self, instance: Instance) -> messages.InstanceStatus:
         session, layout = instance.session, instance.layout
         by_tag = layout.by_tag if isinstance(layout, CacheLayout) else {}
-        rules = {tag: group.rule for tag, group in by_tag.items()}
+        rules = [by_tag[tag].rule if tag in by_tag else FULL for tag in session.groups]
         return messages.InstanceStatus(
             instance=instance.name,
             model=instance.model,
@@ -367,15 +367,10 @@ class CacheServer:
             num_ranks=layout.num_ranks,
             ready=self._is_ready(instance),
             groups=[
-                messages.GroupStatus(
-                    tag=group.tag,
-                    kind=rules.get(group.tag, FULL).kind.value,
-                    tokens=rules.get(group.tag, FULL).tokens,
-                    row_bytes=max(map(sum, group.sizes)),
-                )
-                for group in session.groups.values()
+                messages.GroupStatus(tag, rule.kind.value, rule.tokens, max(map(sum, group.sizes)))
+                for (tag, group), rule in zip(session.groups.items(), rules, strict=True)
             ],
-            open_loads=session.num_loads,
+            open_loads=len(session.loads),
             open_stores=len(session.leases),
             asked_rows=session.asked_rows,
             found_rows=session.found_rows,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
+from lmcache_connector.config import Config
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.server.cache_server import CacheServer, Instance
 from lmcache_connector.server.hidden import HiddenService
@@ -24,17 +25,11 @@ class EmbeddedStore(StoreSession):
     """
 
     def __init__(
-        self,
-        endpoint: Path,
-        model: str,
-        namespace: bytes,
-        layout: CacheLayout,
-        capacity_bytes: int,
-        tier_urls: Sequence[str],
-        hidden_bytes: int = 0,
+        self, endpoint: Path, model: str, namespace: bytes, layout: CacheLayout, config: Config
     ) -> None:
-        pool = MemoryPool(capacity_bytes, min_object_bytes=layout.largest_row_bytes())
-        engine = StorageEngine(pool, open_tiering(tier_urls, pool))
+        row_bytes = layout.largest_row_bytes()
+        pool = MemoryPool(config.max_local_cpu_bytes, min_object_bytes=row_bytes)
+        engine = StorageEngine(pool, open_tiering(config.tier_urls, pool))
         self._service = PoolService(
             pool.extents, endpoint, on_mapped=lambda count: engine.mark_ready(count - 1)
         )
@@ -45,7 +40,8 @@ class EmbeddedStore(StoreSession):
         instance = Instance("", model, "", layout, self)
         self._server = CacheServer(engine, self._service, instance)
         self._server.start()
-        self.hidden = HiddenService(engine, self._service, hidden_bytes) if hidden_bytes else None
+        size = config.hidden_bytes
+        self.hidden = HiddenService(engine, self._service, size) if size else None
 
     def wait_ready(self, timeout: float) -> bool:
         """Whether all workers have mapped the whole pool within ``timeout`` seconds."""

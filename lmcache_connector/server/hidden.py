@@ -20,8 +20,7 @@ class HiddenService:
 
     def __init__(self, kv: StorageEngine, beside: PoolService, capacity_bytes: int) -> None:
         pool = MemoryPool(capacity_bytes)
-        tiering = None if kv.tiering is None else kv.tiering.for_pool(pool)
-        self.engine = StorageEngine(pool, tiering, shared=kv.shared, kv=kv)
+        self.engine = StorageEngine(pool, kv.tiering.for_pool(pool), shared=kv.shared, kv=kv)
         for extent in range(len(pool.extents)):
             self.engine.mark_ready(extent)
         self._service = PoolService(
@@ -31,13 +30,10 @@ class HiddenService:
             allowed_uids=beside.allowed_uids,
         )
         self._service.start()
+        # Where to register.
+        self.endpoint = f"ipc://{self._service.endpoint}"
         self._server = CacheServer(self.engine, self._service)
         self._server.start()
-
-    @property
-    def endpoint(self) -> str:
-        """``ipc:///path`` to register at."""
-        return f"ipc://{self._service.endpoint}"
 
     def end(self) -> None:
         """Serve no more."""

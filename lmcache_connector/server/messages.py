@@ -15,18 +15,7 @@ import msgspec
 from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.protocol import decode
-from lmcache_connector.storage.base import (
-    ChunkHash,
-    Commit,
-    GroupShards,
-    LookupReply,
-    LookupState,
-    NewRow,
-    Row,
-    RowKey,
-    StoreStats,
-    TierCounters,
-)
+from lmcache_connector.storage import base
 
 MAX_MESSAGE_BYTES = 16 << 20
 # What peers call themselves is logged, and shown on terminals: no control characters.
@@ -35,8 +24,8 @@ _Name = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 _Model = Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)]
 # As in InstanceStatus. Tiers take it for a prefix or a pattern: "/" would be a whole bucket.
 _Namespace = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
-_Chunks = Annotated[list[ChunkHash], msgspec.Meta(max_length=1 << 17)]
-_Groups = Annotated[list[GroupShards], msgspec.Meta(max_length=1024)]
+_Chunks = Annotated[list[base.ChunkHash], msgspec.Meta(max_length=1 << 17)]
+_Groups = Annotated[list[base.GroupShards], msgspec.Meta(max_length=1024)]
 _Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
@@ -54,7 +43,7 @@ class RegisterKVCache(Message, tag="REGISTER_KV_CACHE"):
     instance: _Name
     model: _Model
     # 32 bytes that chunk hashes are chained from (keys.TokenDatabase).
-    namespace: ChunkHash
+    namespace: base.ChunkHash
     geometries: Annotated[list[WorkerGeometry], msgspec.Meta(max_length=1024)]
     # Unique to one life of it: only the same one goes on with what it had open.
     life: _Name = ""
@@ -68,7 +57,7 @@ class RegisterHiddenStates(Message, tag="REGISTER_HIDDEN_STATES"):
 
     instance: _Name
     model: _Model
-    namespace: ChunkHash
+    namespace: base.ChunkHash
     chunk_tokens: Annotated[int, msgspec.Meta(gt=0)]
     # Of the worker that maps the memory; 0: of who only looks up.
     num_ranks: Annotated[int, msgspec.Meta(ge=0, le=1)]
@@ -97,7 +86,7 @@ class Lookup(Message, tag="LOOKUP"):
 
 class Narrow(Message, tag="NARROW"):
     lookup_id: int
-    keep: list[RowKey]
+    keep: list[base.RowKey]
 
 
 class Release(Message, tag="RELEASE"):
@@ -107,29 +96,29 @@ class Release(Message, tag="RELEASE"):
 class PrepareLoad(Message, tag="PREPARE_RETRIEVE"):
     load_id: int
     lookup_id: int
-    wanted: list[RowKey]
+    wanted: list[base.RowKey]
 
 
 class CompleteLoad(Message, tag="COMPLETE_RETRIEVE"):
     load_id: int
-    drop: list[RowKey]
+    drop: list[base.RowKey]
 
 
 class PrepareStore(Message, tag="PREPARE_STORE"):
     store_id: int
-    rows: list[NewRow]
+    rows: list[base.NewRow]
     prefix: _Chunks
 
 
 class CompleteStore(Message, tag="COMPLETE_STORE"):
     store_id: int
-    commits: list[Commit]
+    commits: list[base.Commit]
 
 
 class Clear(Message, tag="CLEAR"):
     """Of a session: ``Store.clear``. What the tiers and other engines have stays."""
 
-    namespace: ChunkHash
+    namespace: base.ChunkHash
 
 
 class Unregister(Message, tag="UNREGISTER"):
@@ -219,7 +208,7 @@ class TierStatus(msgspec.Struct, frozen=True):
     usable: bool
     used_bytes: int | None
     capacity_bytes: int | None
-    counters: TierCounters
+    counters: base.TierCounters
     # Namespaces to delete that are not dealt with yet, and how many could not be.
     open_clears: int
     failed_clears: int
@@ -231,7 +220,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     incarnation: str
     uptime_seconds: float
     embedded: bool
-    pool: StoreStats
+    pool: base.StoreStats
     floor_bytes: int
     # Clears of the pool that have not ended, and how many rows those that have did delete.
     open_clears: int
@@ -254,7 +243,7 @@ class ProbeReply(msgspec.Struct, frozen=True):
 class _Found(msgspec.Struct, array_like=True):
     """A LookupReply with hexadecimal masks: they are longer than 64 bits."""
 
-    state: LookupState
+    state: base.LookupState
     present: list[list[str]]
 
 
@@ -280,11 +269,11 @@ _RESULTS: dict[type[Message], Any] = {
     RegisterKVCache: Registered,
     RegisterHiddenStates: Registered,
     Lookup: _Found | None,
-    Narrow: LookupState,
-    PrepareLoad: list[Row] | None,
+    Narrow: base.LookupState,
+    PrepareLoad: list[base.Row] | None,
     PrepareStore: list[list[SlotRef]],
     Ping: bool,
-    Stats: StoreStats,
+    Stats: base.StoreStats,
     Status: StatusReply,
     Probe: ProbeReply,
     Pin: int,
@@ -314,7 +303,7 @@ def decode_message(request: Request) -> Message:
 
 def encode_reply(call: int, result: object, error: str | None = None, renew: bool = False) -> bytes:
     """See ``Reply``."""
-    if isinstance(result, LookupReply):
+    if isinstance(result, base.LookupReply):
         result = _Found(result.state, [[f"{m:x}" for m in shards] for shards in result.present])
     return _encode(Reply(call, msgspec.Raw(_encode(result)), error, renew))
 
@@ -328,5 +317,5 @@ def decode_result(message: Message, reply: Reply) -> Any:
     """What the message is answered with. Raises ProtocolError when this is something else."""
     result = decode(_results[type(message)], reply.result)
     if isinstance(result, _Found):
-        return LookupReply(result.state, [[int(m, 16) for m in s] for s in result.present])
+        return base.LookupReply(result.state, [[int(m, 16) for m in s] for s in result.present])
     return result

@@ -43,7 +43,7 @@ def run_server(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     path = Path(endpoint.removeprefix("ipc://"))
     if problem := check_memory_budget(max_local_cpu_bytes, max_hidden_bytes):
-        raise StartupError([problem])
+        raise StartupError(problem)
     sockets.ensure_private_directory(path.parent, 0o711 if allow_uids else 0o700)
     pool = MemoryPool(max_local_cpu_bytes)
     service = PoolService(pool.extents, path, exclusive=True, allowed_uids=allow_uids)

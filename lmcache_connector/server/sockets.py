@@ -56,7 +56,7 @@ def socket_path_for(engine_id: str) -> Path:
 
 def _check_length(endpoint: Path, fix: str) -> None:
     if len(os.fsencode(memory_path(endpoint))) > _MAX_PATH_BYTES:
-        raise StartupError([f"the socket path {endpoint} is too long for the system; {fix}"])
+        raise StartupError(f"the socket path {endpoint} is too long for the system; {fix}")
 
 
 def _other_name(path: Path) -> Path:
@@ -76,16 +76,14 @@ def ensure_private_directory(directory: Path, mode: int = 0o700) -> None:
         pass
     except OSError as error:
         problem = f"{directory} for sockets cannot be made (where it goes must be there): {error}"
-        raise StartupError([problem]) from error
+        raise StartupError(problem) from error
     status = directory.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o022:
         raise StartupError(
-            [
-                f"{directory} must be a directory of user {os.geteuid()} that nobody else can "
-                f"write to (it has owner {status.st_uid}, mode {mode:04o}); remove it or choose "
-                "another place: TMPDIR for an engine, the endpoint for a server"
-            ]
+            f"{directory} must be a directory of user {os.geteuid()} that nobody else can "
+            f"write to (it has owner {status.st_uid}, mode {mode:04o}); remove it or choose "
+            "another place: TMPDIR for an engine, the endpoint for a server"
         )
 
 
@@ -111,10 +109,8 @@ def listen_private(
         while any(map(os.path.lexists, (endpoint, memory_path(endpoint)))):
             if exclusive:
                 raise StartupError(
-                    [
-                        f"{endpoint} is taken: by a cache server that runs, or by a file that is "
-                        "no socket; use that server, end it, or choose another endpoint"
-                    ]
+                    f"{endpoint} is taken: by a cache server that runs, or by a file that is "
+                    "no socket; use that server, end it, or choose another endpoint"
                 )
             endpoint = _other_name(endpoint)
         listener = socket.socket(socket.AF_UNIX, SOCKET_TYPE)

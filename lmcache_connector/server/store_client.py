@@ -21,16 +21,7 @@ from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import PoolRef, SlotRef
 from lmcache_connector.server import messages, sockets
 from lmcache_connector.server.session import LOST, RefusedError, Session
-from lmcache_connector.storage.base import (
-    Commit,
-    GroupShards,
-    LookupReply,
-    LookupState,
-    NewRow,
-    Row,
-    RowKey,
-    StoreStats,
-)
+from lmcache_connector.storage import base
 
 logger = init_logger(__name__)
 
@@ -75,7 +66,7 @@ class StoreClient:
         self._open_stores: set[int] = set()
         # Lookup -> when it was last asked about, what, and the answer, while it is PENDING.
         self._polled: dict[int, tuple[float, messages.Message | None, Any]] = {}
-        self._stats = StoreStats(0, 0, 0, 0, 0, 0, {}, 0)
+        self._stats = base.StoreStats(0, 0, 0, 0, 0, 0, {}, 0)
         self._stats_due = 0.0
         self._closing = threading.Event()
         self._tried = threading.Event()
@@ -93,7 +84,7 @@ class StoreClient:
             time.sleep(0.01)
         return True
 
-    def add_groups(self, groups: Sequence[GroupShards]) -> None:
+    def add_groups(self, groups: Sequence[base.GroupShards]) -> None:
         self._groups += groups
         self._tell(messages.AddGroups(list(groups)))
 
@@ -101,15 +92,17 @@ class StoreClient:
 
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
-    ) -> LookupReply:
+    ) -> base.LookupReply:
         message = messages.Lookup(lookup_id, list(chunk_hashes), first_chunk)
         nothing = [[0] * group.num_shards for group in self._groups]
-        reply: LookupReply = self._poll(message, LookupReply(LookupState.READY, nothing))
+        reply: base.LookupReply = self._poll(
+            message, base.LookupReply(base.LookupState.READY, nothing)
+        )
         return reply
 
-    def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
-        lost = LookupState.GONE if keep else LookupState.READY
-        state: LookupState = self._poll(messages.Narrow(lookup_id, list(keep)), lost)
+    def narrow(self, lookup_id: int, keep: Sequence[base.RowKey]) -> base.LookupState:
+        lost = base.LookupState.GONE if keep else base.LookupState.READY
+        state: base.LookupState = self._poll(messages.Narrow(lookup_id, list(keep)), lost)
         return state
 
     def _poll(self, message: messages.Lookup | messages.Narrow, lost: object) -> Any:
@@ -119,7 +112,7 @@ class StoreClient:
         early = now - asked < _POLL_SECONDS * (len(self._polled) + 1)
         if not (early and what == message):
             asked, answer = now, self._call(message) or lost
-        if LookupState.PENDING in (answer, getattr(answer, "state", None)):
+        if base.LookupState.PENDING in (answer, getattr(answer, "state", None)):
             self._polled[message.lookup_id] = (asked, message, answer)
         return answer
 
@@ -128,17 +121,17 @@ class StoreClient:
         self._tell(messages.Release(lookup_id))
 
     def prepare_load(
-        self, load_id: int, lookup_id: int, wanted: Sequence[RowKey]
-    ) -> list[Row] | None:
+        self, load_id: int, lookup_id: int, wanted: Sequence[base.RowKey]
+    ) -> list[base.Row] | None:
         # Before it is: the next session must not be told that it is not. After it: a session that
         # began with this call has made us forget.
         self._open_loads.add(load_id)
         message = messages.PrepareLoad(load_id, lookup_id, list(wanted))
-        rows: list[Row] | None = self._call(message)
+        rows: list[base.Row] | None = self._call(message)
         (self._open_loads.discard if rows is None else self._open_loads.add)(load_id)
         return rows
 
-    def complete_load(self, load_id: int, drop: Sequence[RowKey] = ()) -> None:
+    def complete_load(self, load_id: int, drop: Sequence[base.RowKey] = ()) -> None:
         self._current()
         if load_id in self._open_loads:
             self._open_loads.remove(load_id)
@@ -147,7 +140,7 @@ class StoreClient:
     # ---- stores ---------------------------------------------------------------------------------
 
     def prepare_store(
-        self, store_id: int, rows: Sequence[NewRow], prefix: Sequence[bytes]
+        self, store_id: int, rows: Sequence[base.NewRow], prefix: Sequence[bytes]
     ) -> list[list[SlotRef]]:
         self._open_stores.add(store_id)
         message = messages.PrepareStore(store_id, list(rows), list(prefix))
@@ -155,7 +148,7 @@ class StoreClient:
         (self._open_stores.add if any(slots) else self._open_stores.discard)(store_id)
         return slots
 
-    def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
+    def complete_store(self, store_id: int, commits: Sequence[base.Commit]) -> None:
         self._current()
         if store_id in self._open_stores:
             self._open_stores.remove(store_id)
@@ -167,7 +160,7 @@ class StoreClient:
         self._registration = replace(self._registration, namespace=namespace)
         self._tell(messages.Clear(namespace))
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> base.StoreStats:
         if time.monotonic() >= self._stats_due:
             stats = self._call(messages.Stats()) or self._stats
             # Counted by the server for all its engines: each telling them would add them up.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import and_, or_
 
 from lmcache_connector.metadata import PoolRef, SlotRef
@@ -69,7 +71,7 @@ class StorageEngine:
             kv.rows.on_forgotten = self._on_kv_forgotten
             kv._beside = self
         self.floor_bytes = floor_bytes
-        self.tiering = tiering
+        self.tiering = tiering or Tiering([], [])
         self.lock = threading.Lock()
         self.rows: RowTable = RowTable(pool, floor_bytes)
         self.refused = 0
@@ -128,7 +130,7 @@ class StorageEngine:
         def job(tier: Tier | None) -> None:
             written = False
             try:
-                if tier is not None and not entry.dead and self.tiering is not None:
+                if tier is not None and not entry.dead:
                     name = value_name(entry.namespace, *entry.key)
                     self.tiering.write(channel, tier, name, entry.row)
                     written = True
@@ -151,11 +153,10 @@ class StorageEngine:
     ) -> bool:
         """Bring a row from a tier into the pool, pinned for ``look``; False when it cannot be
         had. The lock is held."""
-        assert self.tiering is not None
         fetch = self._fetches.get(key)
         if fetch is None:
             fetch = Fetch(key, parent, look.namespace, sizes)
-            channel = self.tiering.channels[tier]
+            channel = self.channels[tier]
             is_clearing = self._clearing or channel.clears[0]  # what goes must not come back
             if is_clearing or not channel.submit(self._fetch_job(fetch, tier, channel), "read"):
                 return False
@@ -167,7 +168,7 @@ class StorageEngine:
         def job(tier: Tier | None) -> None:
             digests: list[int] | None = None
             try:
-                if tier is not None and self._begin_fetch(fetch) and self.tiering is not None:
+                if tier is not None and self._begin_fetch(fetch):
                     assert fetch.slots is not None
                     name = value_name(fetch.namespace, *fetch.key)
                     digests = self.tiering.read(channel, tier, name, fetch.slots)
@@ -206,7 +207,7 @@ class StorageEngine:
 
     def find_whole(
         self, namespace: str, chunk_hashes: Sequence[bytes], asked: Question | None
-    ) -> tuple[int, Question | None, bool]:
+    ) -> tuple[int, Question, bool]:
         """Bit mask of the chunks that have rows of all FULL groups (where there are none: any
         row) in the pool or, as far as the question to them was answered, in a tier; the question;
         and whether all of its answers are in the mask."""
@@ -216,20 +217,17 @@ class StorageEngine:
             full = [tag for tag, group in groups.items() if group.full]
             tags = full or list(groups)
             _, masks = self.rows.index.find(chunk_hashes)
-            is_whole = True
-            if self.tiering is not None:
-                asked = asked or self.tiering.ask(
-                    namespace,
-                    [
-                        (chunk_hash, tag)
-                        for bit, chunk_hash in enumerate(chunk_hashes)
-                        for tag in tags
-                        if not masks.get(tag, 0) >> bit & 1
-                    ],
-                )
-                # First of all: answers that come from here on may be missing.
-                is_whole = asked.done
-                asked.add_to(masks, chunk_hashes, tags)
+            if asked is None:
+                missing = [
+                    (chunk_hash, tag)
+                    for bit, chunk_hash in enumerate(chunk_hashes if self.channels else ())
+                    for tag in tags
+                    if not masks.get(tag, 0) >> bit & 1
+                ]
+                asked = self.tiering.ask(namespace, missing)
+            # First of all: answers that come from here on may be missing.
+            is_whole = asked.done
+            asked.add_to(masks, chunk_hashes, tags)
             found = [masks.get(tag, 0) for tag in tags] or [0]
             return reduce(and_ if full else or_, found), asked, is_whole
 
@@ -258,8 +256,6 @@ class StorageEngine:
         with self.lock:
             _, in_pool = self.rows.index.find(chunk_hashes)
             hashes, question = self._probe
-            if self.tiering is None:
-                return in_pool, {}, False
             if question is None or hashes != chunk_hashes:
                 tags = sorted(self._groups_of(namespace))
                 check_rows(len(chunk_hashes), len(tags))
@@ -269,9 +265,7 @@ class StorageEngine:
             in_tiers: dict[str, int] = {}
             if question.done:
                 self._probe = ((), None)
-                positions = {chunk_hash: bit for bit, chunk_hash in enumerate(chunk_hashes)}
-                for chunk_hash, tag in question.found:
-                    in_tiers[tag] = in_tiers.get(tag, 0) | 1 << positions[chunk_hash]
+                question.add_to(in_tiers, chunk_hashes, {tag for _, tag in question.found})
             return in_pool, in_tiers, not question.done
 
     def set_pinned(self, chunk_hashes: Sequence[bytes], pinned: bool) -> int:
@@ -306,7 +300,7 @@ class StorageEngine:
                 time.sleep(0.001)  # else we are the first again to get the lock
             if self._beside is not None:
                 self._beside.clear_namespace(namespace)
-            if self.tiering is not None and self.kv is None:
+            if self.kv is None:
                 for name in names:
                     self.tiering.clear(name)
         finally:
@@ -342,16 +336,11 @@ class StorageEngine:
     @property
     def channels(self) -> list[Channel]:
         """The tiers, nearest first."""
-        return self.tiering.channels if self.tiering is not None else []
+        return self.tiering.channels
 
     def _pins(self) -> dict[Entry, int]:
-        pins: dict[Entry, int] = {}
-        holders: list[Collection[Entry]] = [*self._writing]
-        holders += [entries for session in self.sessions for entries in session.pinned()]
-        for entries in holders:
-            for entry in entries:
-                pins[entry] = pins.get(entry, 0) + 1
-        return pins
+        held = (entries for session in self.sessions for entries in session.pinned())
+        return Counter(chain(*self._writing, *held))
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the numbers when bookkeeping does not add up."""
@@ -367,7 +356,7 @@ class StorageEngine:
 
     def close(self) -> None:
         """End the tiers and give the memory back."""
-        if self.tiering is not None and self.kv is None:
+        if self.kv is None:
             self.tiering.close()
         with self.lock:
             self._pool.close()

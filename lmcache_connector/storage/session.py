@@ -8,16 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_connector.metadata import PoolRef, SlotRef
-from lmcache_connector.storage.base import (
-    Commit,
-    GroupShards,
-    LookupReply,
-    LookupState,
-    NewRow,
-    Row,
-    RowKey,
-    StoreStats,
-)
+from lmcache_connector.storage import base
 from lmcache_connector.storage.index import Entry
 from lmcache_connector.storage.tiering import Question
 
@@ -44,24 +35,24 @@ class Looking:
     chunk_hashes: list[bytes]
     first_chunk: int
     # Each once, in the order of the chunks asked for.
-    pinned: dict[RowKey, Entry] = field(default_factory=dict)
+    pinned: dict[base.RowKey, Entry] = field(default_factory=dict)
     question: Question | None = None
     # Whether the KV of the chunks is in a tier, where these are rows that go with it.
     kv_question: Question | None = None
     # To be given again until the question is answered; as long as its pins are there.
-    reply: LookupReply | None = None
-    fetching: set[RowKey] = field(default_factory=set)
+    reply: base.LookupReply | None = None
+    fetching: set[base.RowKey] = field(default_factory=set)
     # Rows that a tier seemed to have.
-    failed: set[RowKey] = field(default_factory=set)
+    failed: set[base.RowKey] = field(default_factory=set)
     # What it is narrowed to, as long as there is nothing to do but to wait for fetches.
-    awaited: Sequence[RowKey] | None = None
+    awaited: Sequence[base.RowKey] | None = None
 
     @cached_property
     def positions(self) -> dict[bytes, int]:
         """Chunk hash -> its index."""
         return {chunk_hash: index for index, chunk_hash in enumerate(self.chunk_hashes)}
 
-    def fetched(self, key: RowKey, entry: Entry | None) -> None:
+    def fetched(self, key: base.RowKey, entry: Entry | None) -> None:
         """A fetch has ended: pin what it brought."""
         if key not in self.fetching:
             return  # released by now, or narrowed to others
@@ -86,7 +77,7 @@ class StoreSession:
         self,
         engine: StorageEngine,
         namespace: bytes,
-        groups: Sequence[GroupShards],
+        groups: Sequence[base.GroupShards],
         pool_ref: PoolRef,
     ) -> None:
         self.pool_ref = pool_ref
@@ -97,8 +88,8 @@ class StoreSession:
         self.found_rows = 0
         self._engine = engine
         self._rows = engine.rows
-        self._lookups: dict[int, Looking] = {}
-        self._loads: dict[int, list[Entry]] = {}
+        self.lookups: dict[int, Looking] = {}
+        self.loads: dict[int, list[Entry]] = {}
         # Counts clears: stores of before publish nothing.
         self.generation = 0
 
@@ -109,24 +100,14 @@ class StoreSession:
 
     @property
     def has_tiers(self) -> bool:
-        return self._engine.tiering is not None
-
-    @property
-    def num_lookups(self) -> int:
-        """How many lookups are open."""
-        return len(self._lookups)
-
-    @property
-    def num_loads(self) -> int:
-        """How many loads are open."""
-        return len(self._loads)
+        return bool(self._engine.channels)
 
     def num_chunks(self, besides: int) -> int:
         """How many chunks all open lookups but one are for."""
-        lookups = self._lookups.items()
+        lookups = self.lookups.items()
         return sum(len(look.chunk_hashes) for key, look in lookups if key != besides)
 
-    def add_groups(self, groups: Sequence[GroupShards]) -> None:
+    def add_groups(self, groups: Sequence[base.GroupShards]) -> None:
         check_groups(groups)
         if len({*self.groups, *(group.tag for group in groups)}) > _MAX_GROUPS:
             raise ValueError(f"more than {_MAX_GROUPS} groups")
@@ -138,14 +119,14 @@ class StoreSession:
 
     def lookup(
         self, lookup_id: int, chunk_hashes: Sequence[bytes], first_chunk: int
-    ) -> LookupReply:
+    ) -> base.LookupReply:
         kv_chunks, kv_question, kv_is_whole = self._ask_kv(lookup_id, chunk_hashes)
         with self._engine.lock:
-            look = self._lookups.get(lookup_id)
+            look = self.lookups.get(lookup_id)
             if look is None or look.chunk_hashes != list(chunk_hashes):
                 self._release(lookup_id)
                 look = Looking(self.namespace, list(chunk_hashes), first_chunk)
-                self._lookups[lookup_id] = look
+                self.lookups[lookup_id] = look
             elif look.reply is not None and look.question is not None and not look.question.done:
                 return look.reply
             entries, masks = self._rows.index.find(chunk_hashes)
@@ -158,16 +139,16 @@ class StoreSession:
             state = self._ask_tiers(look, masks)
             look.kv_question = kv_question
             if not kv_is_whole:
-                state = LookupState.PENDING
+                state = base.LookupState.PENDING
             for group in self.groups.values():
                 if group.full and self._engine.kv is not None:
                     masks[group.tag] = masks.get(group.tag, 0) & kv_chunks
-            if state is LookupState.READY and not look.failed:
+            if state is base.LookupState.READY and not look.failed:
                 self.asked_rows += len(chunk_hashes) * len(self.groups)
                 self.found_rows += sum(mask.bit_count() for mask in masks.values())
             groups = self.groups.items()
             present = [[masks.get(tag, 0)] * group.num_shards for tag, group in groups]
-            look.reply = LookupReply(state, present)
+            look.reply = base.LookupReply(state, present)
             return look.reply
 
     def _ask_kv(
@@ -176,15 +157,15 @@ class StoreSession:
         # Without our lock: who holds that of the KV may be waiting for it.
         if self._engine.kv is None:
             return 0, None, True
-        look = self._lookups.get(lookup_id)
+        look = self.lookups.get(lookup_id)
         is_same = look is not None and look.chunk_hashes == list(chunk_hashes)
         asked = look.kv_question if look is not None and is_same else None
         return self._engine.kv.find_whole(self.namespace, chunk_hashes, asked)
 
-    def _ask_tiers(self, look: Looking, masks: dict[str, int]) -> LookupState:
+    def _ask_tiers(self, look: Looking, masks: dict[str, int]) -> base.LookupState:
         """Add to ``masks`` what is in a tier only."""
-        if self._engine.tiering is None:
-            return LookupState.READY
+        if not self._engine.channels:
+            return base.LookupState.READY
         if look.question is None:
             missing = [
                 (chunk_hash, tag)
@@ -194,17 +175,17 @@ class StoreSession:
             ]
             look.question = self._engine.tiering.ask(self.namespace, missing)
         if not look.question.done:
-            return LookupState.PENDING
+            return base.LookupState.PENDING
         look.question.add_to(masks, look.chunk_hashes, self.groups, look.failed)
-        return LookupState.READY
+        return base.LookupState.READY
 
-    def narrow(self, lookup_id: int, keep: Sequence[RowKey]) -> LookupState:
+    def narrow(self, lookup_id: int, keep: Sequence[base.RowKey]) -> base.LookupState:
         with self._engine.lock:
-            look = self._lookups.get(lookup_id)
+            look = self.lookups.get(lookup_id)
             if look is None:
-                return LookupState.GONE if keep else LookupState.READY
+                return base.LookupState.GONE if keep else base.LookupState.READY
             if look.fetching and look.awaited == keep:
-                return LookupState.PENDING
+                return base.LookupState.PENDING
             look.reply = None
             wanted = set(keep)
             chunks = {chunk_hash for chunk_hash, _ in wanted}
@@ -216,15 +197,15 @@ class StoreSession:
                     self._rows.unpin([look.pinned.pop(key)])
             look.fetching &= wanted
             state = self._fetch_missing(look, keep)
-            look.awaited = keep if state is LookupState.PENDING else None
-            if state is LookupState.READY and keep:
+            look.awaited = keep if state is base.LookupState.PENDING else None
+            if state is base.LookupState.READY and keep:
                 self._rows.index.touch(keep[-1][0])
                 self._engine.persist(look.pinned.values())
             elif not keep:
                 self._release(lookup_id)
             return state
 
-    def _fetch_missing(self, look: Looking, keep: Sequence[RowKey]) -> LookupState:
+    def _fetch_missing(self, look: Looking, keep: Sequence[base.RowKey]) -> base.LookupState:
         for key in keep:
             if key in look.pinned or key in look.fetching:
                 continue
@@ -236,33 +217,33 @@ class StoreSession:
             found = look.question.found if look.question is not None else {}
             if key in look.failed or key not in found:
                 look.failed.add(key)
-                return LookupState.GONE
+                return base.LookupState.GONE
             position = look.positions[key[0]]
             sizes = self.groups[key[1]].row_sizes(look.first_chunk + position)
             parent = look.chunk_hashes[position - 1] if position else None
             if not self._engine.fetch(look, key, parent, sizes, found[key]):
                 look.failed.add(key)
-                return LookupState.GONE
+                return base.LookupState.GONE
             look.fetching.add(key)
-        return LookupState.PENDING if look.fetching else LookupState.READY
+        return base.LookupState.PENDING if look.fetching else base.LookupState.READY
 
     def release(self, lookup_id: int) -> None:
         with self._engine.lock:
             self._release(lookup_id)
 
     def _release(self, lookup_id: int) -> None:
-        look = self._lookups.pop(lookup_id, None)
+        look = self.lookups.pop(lookup_id, None)
         if look is not None:
             look.fetching.clear()
             self._rows.unpin(look.pinned.values())
 
     def prepare_load(
-        self, load_id: int, lookup_id: int, wanted: Sequence[RowKey]
-    ) -> list[Row] | None:
+        self, load_id: int, lookup_id: int, wanted: Sequence[base.RowKey]
+    ) -> list[base.Row] | None:
         with self._engine.lock:
-            if load_id in self._loads:
+            if load_id in self.loads:
                 raise ValueError(f"load {load_id} is already open")
-            look = self._lookups.get(lookup_id)
+            look = self.lookups.get(lookup_id)
             held = look.pinned if look is not None else {}
             loading = [held.get(key) for key in dict.fromkeys(wanted)]
             entries = [entry for entry in loading if entry is not None and not entry.dead]
@@ -270,16 +251,16 @@ class StoreSession:
             if len(entries) == len(loading):
                 for entry in entries:
                     entry.pins += 1
-                self._loads[load_id] = entries
+                self.loads[load_id] = entries
                 rows = [held[key].row for key in wanted]
             self._release(lookup_id)
             return rows
 
-    def complete_load(self, load_id: int, drop: Sequence[RowKey] = ()) -> None:
+    def complete_load(self, load_id: int, drop: Sequence[base.RowKey] = ()) -> None:
         with self._engine.lock:
-            if load_id not in self._loads:
+            if load_id not in self.loads:
                 raise ValueError(f"load {load_id} is not open")
-            entries = self._loads.pop(load_id)
+            entries = self.loads.pop(load_id)
             dropped = set(drop)
             for entry in entries:
                 if entry.key in dropped:
@@ -289,7 +270,7 @@ class StoreSession:
     # ---- stores ---------------------------------------------------------------------------------
 
     def prepare_store(
-        self, store_id: int, rows: Sequence[NewRow], prefix: Sequence[bytes]
+        self, store_id: int, rows: Sequence[base.NewRow], prefix: Sequence[bytes]
     ) -> list[list[SlotRef]]:
         with self._engine.lock:
             if store_id in self.leases:
@@ -313,7 +294,7 @@ class StoreSession:
                 self.leases[store_id] = Lease(self.generation, self.namespace, items)
             return items
 
-    def complete_store(self, store_id: int, commits: Sequence[Commit]) -> None:
+    def complete_store(self, store_id: int, commits: Sequence[base.Commit]) -> None:
         with self._engine.lock:
             lease = self.leases.get(store_id)
             if lease is None:
@@ -325,7 +306,7 @@ class StoreSession:
                 published: list[Entry] = []
                 for commit in commits:
                     key = (commit.chunk_hash, commit.group)
-                    row = Row(unused.pop(commit.index), list(commit.digests))
+                    row = base.Row(unused.pop(commit.index), list(commit.digests))
                     entry = self._rows.publish(key, commit.parent, row, lease.namespace)
                     published += [entry] if entry is not None else []
                 self._engine.persist(published)
@@ -336,7 +317,7 @@ class StoreSession:
             for slots in unused.values():
                 self._rows.free(slots)
 
-    def _check_commits(self, lease: Lease, commits: Sequence[Commit]) -> None:
+    def _check_commits(self, lease: Lease, commits: Sequence[base.Commit]) -> None:
         seen: set[int] = set()
         for commit in commits:
             if not 0 <= commit.index < len(lease.items) or commit.index in seen:
@@ -361,30 +342,30 @@ class StoreSession:
                 for entry in list(self._rows.index.entries()):
                     self._rows.remove(entry)
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> base.StoreStats:
         return self._engine.stats()
 
     def check_integrity(self, loads: Collection[int], stores: Collection[int]) -> None:
         self._engine.check_integrity()
-        assert self._loads.keys() <= set(loads), f"{list(self._loads)} loads open, not {loads}"
+        assert self.loads.keys() <= set(loads), f"{list(self.loads)} loads open, not {loads}"
         assert self.leases.keys() == set(stores), f"{list(self.leases)} stores, not {stores}"
 
     def pinned(self) -> list[Collection[Entry]]:
         """Rows that open lookups and loads hold. The engine's lock is held."""
-        return [*(look.pinned.values() for look in self._lookups.values()), *self._loads.values()]
+        return [*(look.pinned.values() for look in self.lookups.values()), *self.loads.values()]
 
     def end_lookups(self) -> None:
         """The client cannot go on with its lookups."""
         with self._engine.lock:
-            for lookup_id in list(self._lookups):
+            for lookup_id in list(self.lookups):
                 self._release(lookup_id)
 
     def keep_only(self, loads: Collection[int], stores: Collection[int]) -> None:
         """End every load and store but these; no worker was told of the others, or all of its
         workers are done with them."""
         with self._engine.lock:
-            for load_id in self._loads.keys() - set(loads):
-                self._rows.unpin(self._loads.pop(load_id))
+            for load_id in self.loads.keys() - set(loads):
+                self._rows.unpin(self.loads.pop(load_id))
             for store_id in self.leases.keys() - set(stores):
                 for slots in self.leases.pop(store_id).items:
                     self._rows.free(slots)
@@ -400,7 +381,7 @@ class StoreSession:
         self.abandon()
 
 
-def check_groups(groups: Sequence[GroupShards]) -> None:
+def check_groups(groups: Sequence[base.GroupShards]) -> None:
     """Raise ValueError unless the rows of each are one shard of some bytes."""
     for group in groups:
         if [len(sizes) for sizes in group.sizes] != [1] or group.sizes[0][0] <= 0:

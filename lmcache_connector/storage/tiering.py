@@ -23,17 +23,7 @@ from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.storage.base import Row, RowKey, TierCounters
 from lmcache_connector.storage.pool import MemoryPool
-from lmcache_connector.storage.tiers.base import (
-    DroppedError,
-    Tier,
-    TierError,
-    header_bytes,
-    open_tier,
-    pack_header,
-    parse_tier_url,
-    unpack_header,
-    value_name,
-)
+from lmcache_connector.storage.tiers import base
 
 logger = init_logger(__name__)
 
@@ -49,7 +39,7 @@ _STALL_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
 
 # Run with the tier, or with None when the job was given up before its turn.
-Job = Callable[[Tier | None], None]
+Job = Callable[[base.Tier | None], None]
 
 
 class Question:
@@ -77,7 +67,7 @@ class Question:
 class Channel:
     """One tier with its threads, counters and health."""
 
-    def __init__(self, url: str, tier: Tier) -> None:
+    def __init__(self, url: str, tier: base.Tier) -> None:
         self.url = url
         self.tier = tier
         self.counters = TierCounters()
@@ -130,7 +120,7 @@ class Channel:
     def clear(self, namespace: str) -> None:
         """Delete a namespace's values, in the background."""
 
-        def job(tier: Tier | None) -> None:
+        def job(tier: base.Tier | None) -> None:
             is_done = False
             try:
                 if tier is not None:
@@ -154,18 +144,14 @@ class Channel:
                 self._calls[ident] = time.monotonic()
             try:
                 job(self.tier if usable else None)
-            except DroppedError:
+            except base.DroppedError:
                 pass  # counted by the job, and offered again when it is used
-            except TierError as error:
+            except base.TierError as error:
                 self.count(errors=1)
                 self._suspend(time.monotonic() + _SUSPEND_SECONDS, work)
                 what = "not written to" if work == "write" else "left alone"
-                warn_every(
-                    logger,
-                    f"{what} {self.url}",
-                    60.0,
-                    f"tier {self.url}: {error}; it is {what} for {_SUSPEND_SECONDS:.0f} s",
-                )
+                text = f"tier {self.url}: {error}; it is {what} for {_SUSPEND_SECONDS:.0f} s"
+                warn_every(logger, f"{what} {self.url}", 60.0, text)
             except Exception:
                 # Whoever waits for the job does so with a deadline.
                 logger.exception("tier %s: a job has failed", self.url)
@@ -202,7 +188,9 @@ class Channel:
 class Tiering:
     """All tiers of one pool, nearest first."""
 
-    def __init__(self, tiers: Sequence[tuple[str, Tier]], memory: Sequence[memoryview]) -> None:
+    def __init__(
+        self, tiers: Sequence[tuple[str, base.Tier]], memory: Sequence[memoryview]
+    ) -> None:
         self.channels = [Channel(url, tier) for url, tier in tiers]
         self._register(memory)
 
@@ -215,7 +203,7 @@ class Tiering:
     def for_pool(self, pool: MemoryPool) -> Tiering:
         """The same tiers, threads included, for the rows of another pool."""
         other = copy.copy(self)
-        other._register(pool.map())
+        other._register(pool.map() if self.channels else [])
         return other
 
     def ask(self, namespace: str, keys: Sequence[RowKey]) -> Question:
@@ -225,11 +213,11 @@ class Tiering:
         return question
 
     def _ask(self, question: Question, namespace: str, keys: list[RowKey], index: int) -> None:
-        def job(tier: Tier | None) -> None:
+        def job(tier: base.Tier | None) -> None:
             unknown = keys
             try:
                 if tier is not None:
-                    names = [value_name(namespace, *key) for key in keys]
+                    names = [base.value_name(namespace, *key) for key in keys]
                     present = tier.contains(names)
                     unknown = []
                     for key, there in zip(keys, present, strict=True):
@@ -247,7 +235,7 @@ class Tiering:
         question.done = True
 
     def read(
-        self, channel: Channel, tier: Tier, name: str, slots: Sequence[SlotRef]
+        self, channel: Channel, tier: base.Tier, name: str, slots: Sequence[SlotRef]
     ) -> list[int] | None:
         """Fill slots with a row and check it; its digests, or None when it cannot be had.
 
@@ -255,32 +243,28 @@ class Tiering:
             TierError: the tier did not do as asked.
         """
         views = [self._view(slot) for slot in slots]
-        header = bytearray(header_bytes(len(slots)))
+        header = bytearray(base.header_bytes(len(slots)))
         if not tier.get(name, [memoryview(header), *views]):
             # Where it is there after all, it is damaged: it would be found again and again.
             tier.remove(name)
             return None
-        digests = unpack_header(bytes(header), name, [slot.nbytes for slot in slots])
+        digests = base.unpack_header(bytes(header), name, [slot.nbytes for slot in slots])
         if digests != [xxhash.xxh3_64_intdigest(view) if len(view) else 0 for view in views]:
             channel.count(corrupt_rows=1)
-            warn_every(
-                logger,
-                f"damaged {channel.url}",
-                60.0,
-                f"tier {channel.url}: {name} is damaged and removed",
-            )
+            text = f"tier {channel.url}: {name} is damaged and removed"
+            warn_every(logger, f"damaged {channel.url}", 60.0, text)
             tier.remove(name)
             return None
         channel.count(hit_rows=1, read_bytes=sum(map(len, views)))
         return digests
 
-    def write(self, channel: Channel, tier: Tier, name: str, row: Row) -> None:
+    def write(self, channel: Channel, tier: base.Tier, name: str, row: Row) -> None:
         """Put a row.
 
         Raises:
             TierError: the tier did not do as asked.
         """
-        header = pack_header(name, [slot.nbytes for slot in row.slots], row.digests)
+        header = base.pack_header(name, [slot.nbytes for slot in row.slots], row.digests)
         views = [self._view(slot) for slot in row.slots]
         tier.put(name, [memoryview(header), *views])
         channel.count(written_bytes=sum(map(len, views)))
@@ -302,29 +286,27 @@ class Tiering:
             channel.close(deadline)
 
 
-def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering | None:
-    """Open the tiers of a pool; None when there are no URLs.
+def open_tiering(urls: Sequence[str], pool: MemoryPool) -> Tiering:
+    """Open the tiers of a pool.
 
     Raises:
         StartupError: holds the problems of all URLs.
     """
     problems: list[str] = []
-    tiers: list[tuple[str, Tier]] = []
+    tiers: list[tuple[str, base.Tier]] = []
     for text in urls:
         try:
-            url = parse_tier_url(text)
-            tiers.append((url.text, open_tier(url)))
+            url = base.parse_tier_url(text)
+            tiers.append((url.text, base.open_tier(url)))
         except StartupError as error:
             problems.extend(error.problems)
-        except TierError as error:
+        except base.TierError as error:
             problems.append(f"tiers: {text}: {error}")
     if problems:
         for _, tier in tiers:
             tier.close()
-        raise StartupError(problems)
-    if not tiers:
-        return None
-    tiering = Tiering(tiers, pool.map())
+        raise StartupError(*problems)
+    tiering = Tiering(tiers, pool.map() if tiers else [])
     # Which of them do not answer is told now.
     tiering.ask("0" * 16, [(bytes(32), "start")])
     return tiering

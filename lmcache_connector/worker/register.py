@@ -20,14 +20,8 @@ from lmcache_connector.groups import (
     group_layers_by_identity,
     validate_geometry,
 )
+from lmcache_connector.worker import page_runs
 from lmcache_connector.worker.group_edits import PageView, page_view
-from lmcache_connector.worker.page_runs import (
-    LayerRuns,
-    PageRuns,
-    check_disjoint,
-    layer_runs,
-    merge_layer_runs,
-)
 
 RegisteredCache = torch.Tensor | Sequence[torch.Tensor]
 
@@ -49,14 +43,14 @@ class Registration:
     """What this rank can copy. ``runs`` is one to one with ``geometry.kernel_groups``."""
 
     geometry: WorkerGeometry
-    runs: tuple[PageRuns, ...]
+    runs: tuple[page_runs.PageRuns, ...]
 
 
 @dataclass(frozen=True)
 class _Layer:
     # Kernel group of this layer alone.
     identity: KVLayerGroupInfo
-    runs: LayerRuns
+    runs: page_runs.LayerRuns
 
 
 def register_kv_caches(
@@ -85,15 +79,15 @@ def register_kv_caches(
             if layer.identity.engine_group_idx == group.engine_group_id
         ]
         try:
-            check_disjoint(members)
+            page_runs.check_disjoint(members)
         except GeometryError as error:
             problems.append(f"engine group {group.engine_group_id}: {error}")
     kernel_groups: list[KVLayerGroupInfo] = []
-    runs: list[PageRuns] = []
+    runs: list[page_runs.PageRuns] = []
     identities = {index: layer.identity for index, layer in layers.items()}
     for identity, indices in group_layers_by_identity(identities):
         try:
-            merged, order = merge_layer_runs([layers[index].runs for index in indices])
+            merged, order = page_runs.merge_layer_runs([layers[index].runs for index in indices])
         except GeometryError as error:
             problems.append(str(error))
             continue
@@ -144,7 +138,7 @@ def _read_layers(
             else:
                 try:
                     view = page_view(spec, kv_caches[spec.name], num_blocks)
-                    runs = layer_runs(spec.name, view.tensor, spec.page_bytes)
+                    runs = page_runs.layer_runs(spec.name, view.tensor, spec.page_bytes)
                     layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
                 except GeometryError as error:
                     problems.append(str(error))

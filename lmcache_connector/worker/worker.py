@@ -85,16 +85,20 @@ class CacheWorker:
         path = Path(socket_path)
         if any((client.path, client.instance) == (path, instance) for client in self._clients):
             return
+        self._clients.append(self.open_memory(path, self.geometry.rank, instance))
+
+    def open_memory(self, path: Path, rank: int, instance: str) -> PoolClient:
+        """A pool's memory that this worker's device reaches; the caller closes it."""
         client = PoolClient(
             path,
-            self.geometry.rank,
+            rank,
             instance,
             register_extent=self._copier.register_extent,
             unregister_extent=self._copier.unregister_extent,
             touch_ahead=self._copier.touch_ahead,
         )
         client.start()
-        self._clients.append(client)
+        return client
 
     # ---- one step -----------------------------------------------------------------------------
 

@@ -515,7 +515,7 @@ def test_a_server_that_stops_answering_is_told(
 
 def test_an_error_of_the_server_is_told(start: Any, run: Run) -> None:
     def refuse() -> None:
-        raise StartupError(["never"])
+        raise StartupError("never")
 
     start().server._status = refuse
     ended = run("status")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lmcache_connector.config import Config, load_config
 from lmcache_connector.groups import FULL, KVLayerGroupInfo, WorkerGeometry, engine_group_infos
 from lmcache_connector.hidden_states.rows import Rows
 from lmcache_connector.hidden_states.store import HiddenStateStore
@@ -124,10 +125,15 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
+def _config(hidden_size: str) -> Config:
+    sizes = {"max_local_cpu_size": "1MiB", "max_hidden_state_cpu_size": hidden_size}
+    return load_config({**sizes, "enable_hidden_state_cache": True}, {}).config
+
+
 @pytest.fixture
 def embedded(directory: Path) -> Iterator[EmbeddedStore]:
     """An engine core's store; its KV is there at once."""
-    store = EmbeddedStore(directory / "a.sock", "m", NAMESPACE, LAYOUT, MIB, [], 2 * MIB)
+    store = EmbeddedStore(directory / "a.sock", "m", NAMESPACE, LAYOUT, _config("2MiB"))
     for extent in range(len(store._engine._pool.extents)):
         store._engine.mark_ready(extent)
     yield store
@@ -307,7 +313,7 @@ def test_the_command_line_finds_the_endpoint_of_the_kv(
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(directory))
     path = sockets.socket_path_for("engine")
-    store = EmbeddedStore(path, "m", NAMESPACE, LAYOUT, MIB, [], MIB)
+    store = EmbeddedStore(path, "m", NAMESPACE, LAYOUT, _config("1MiB"))
     assert sockets.our_endpoints() == ([f"ipc://{path}"], [])
     assert store.hidden.endpoint == f"ipc://{path}-hs"
     # A name that a crash left is removed by the next one to come.
@@ -316,7 +322,7 @@ def test_the_command_line_finds_the_endpoint_of_the_kv(
     listener, _ = sockets.listen_private(dead)
     listener.close()
     assert sockets.our_endpoints()[1] == [sockets.memory_path(dead)]
-    EmbeddedStore(path, "m", NAMESPACE, LAYOUT, MIB, [], MIB).close()
+    EmbeddedStore(path, "m", NAMESPACE, LAYOUT, _config("1MiB")).close()
     assert list(path.parent.iterdir()) == []
 
 

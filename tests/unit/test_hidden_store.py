@@ -128,8 +128,8 @@ class Bench:
         self.engine.check_integrity()
         self.kv_engine.check_integrity()
         assert not self.session.leases
-        assert not self.session.num_loads
-        assert not self.session.num_lookups
+        assert not self.session.loads
+        assert not self.session.lookups
         assert not self.memory.held
         self.kv_engine.close()
         self.engine.close()
@@ -757,7 +757,7 @@ def test_no_room_for_what_was_found_leaves_no_pins(
     b.hs.store_hidden_states(ids, rows_of(ids))
     with pytest.raises(RuntimeError):
         b.hs.retrieve_hidden_states(ids, device="nowhere")
-    assert (b.session.num_loads, b.memory.held) == (0, 0)
+    assert (len(b.session.loads), b.memory.held) == (0, 0)
 
 
 def test_memory_that_is_gone_is_a_miss(bench: MakeBench) -> None:

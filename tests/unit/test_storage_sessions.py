@@ -150,7 +150,7 @@ def test_ids_of_sessions_do_not_collide(open_engine: OpenEngine) -> None:
     first.check_integrity(loads=[], stores=[])
     stats = engine.stats()
     assert (stats.busy_rows, stats.leases) == (2, 1)
-    assert second.num_loads == 1
+    assert len(second.loads) == 1
     second.complete_load(1)
     second.complete_store(1, [])
     with pytest.raises(AssertionError, match="stores"):

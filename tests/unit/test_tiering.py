@@ -1053,7 +1053,7 @@ def test_tiers_know_the_memory_they_read_into(bench: OpenBench) -> None:
 
 def test_all_urls_are_checked_at_once() -> None:
     pool = MemoryPool(PAGE)
-    assert open_tiering([], pool) is None
+    assert not open_tiering([], pool).channels
     with pytest.raises(StartupError) as caught:
         open_tiering(["memory://", "ftp://host", "memory://?size=1", "file://relative"], pool)
     assert len(caught.value.problems) == 3

@@ -258,7 +258,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.lookups[number, lookup_id] = told
         if reply.state is PENDING:
             # What is told meanwhile is in the pool, and stays.
-            assert set(told) <= session._lookups[lookup_id].pinned.keys()
+            assert set(told) <= session.lookups[lookup_id].pinned.keys()
             return None
         assert reply.state is READY
         return told
@@ -274,7 +274,7 @@ class TieringMachine(RuleBasedStateMachine):
     def settle(self, number: int, lookup_id: int, keep: list[RowKey]) -> LookupState:
         session = self.sessions[number]
         state = session.narrow(lookup_id, keep)
-        look = session._lookups.get(lookup_id)
+        look = session.lookups.get(lookup_id)
         if state is READY and keep:
             assert look is not None
             assert look.pinned.keys() == set(keep)

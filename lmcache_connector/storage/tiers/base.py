@@ -65,10 +65,12 @@ class Tier(Protocol):
     """A store of values by name. All methods may be called from any thread, at the same time.
 
     Every call ends within the tier's own deadline and raises TierError when it cannot be done.
+    ``register``, ``stats`` and ``close`` are for tiers that have something to do then.
     """
 
     def register(self, memory: memoryview) -> None:
         """Most buffers of later calls will lie in ``memory``, which stays until ``close``."""
+        return
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         """By name, whether it is there; one round trip for all of them. A hint."""
@@ -89,9 +91,11 @@ class Tier(Protocol):
 
     def stats(self) -> TierStats:
         """What is known without asking around; must not wait."""
+        return TierStats()
 
     def close(self) -> None:
         """End it. What was put stays, where the medium lasts."""
+        return
 
 
 def parse_tier_url(text: str) -> TierUrl:
@@ -99,15 +103,15 @@ def parse_tier_url(text: str) -> TierUrl:
     try:
         parse_url(text)  # from here on it may be told
     except ValueError as error:
-        raise ConfigError([f"tiers: {error}"]) from None
+        raise ConfigError(f"tiers: {error}") from None
     try:
         parts = urlsplit(text)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
-        raise ConfigError([f"tiers: {text!r} is no URL: {error}"]) from None
+        raise ConfigError(f"tiers: {text!r} is no URL: {error}") from None
     if parts.scheme not in _MODULES:
         known = ", ".join(f"{scheme}://" for scheme in _MODULES)
-        raise ConfigError([f"tiers: the scheme of {text!r} is none of {known}"])
+        raise ConfigError(f"tiers: the scheme of {text!r} is none of {known}")
     return TierUrl(text, parts.scheme, parts.netloc, parts.path, dict(pairs))
 
 
@@ -121,12 +125,12 @@ def take_options(url: TierUrl, parsers: Mapping[str, Callable[[str], object]]) -
     for key, value in url.options.items():
         if key not in parsers:
             raise ConfigError(
-                [f"tiers: {url.scheme}:// has no option {key!r}; it has {', '.join(parsers)}"]
+                f"tiers: {url.scheme}:// has no option {key!r}; it has {', '.join(parsers)}"
             )
         try:
             parsed[key] = parsers[key](value)
         except ValueError as error:
-            raise ConfigError([f"tiers: {key}={value} of {url.scheme}://: {error}"]) from None
+            raise ConfigError(f"tiers: {key}={value} of {url.scheme}://: {error}") from None
     return parsed
 
 
@@ -137,7 +141,7 @@ def open_tier(url: TierUrl) -> Tier:
         module = importlib.import_module(f"lmcache_connector.storage.tiers.{name}")
     except ModuleNotFoundError as error:
         extra = f"pip install 'lmcache-connector[{name.replace('_', '-')}]'"
-        raise ConfigError([f"tiers: {url.scheme}:// needs {error.name}: {extra}"]) from None
+        raise ConfigError(f"tiers: {url.scheme}:// needs {error.name}: {extra}") from None
     tier: Tier = module.open_url(url)
     return tier
 
@@ -145,6 +149,17 @@ def open_tier(url: TierUrl) -> Tier:
 def value_name(namespace: str, chunk_hash: bytes, group: str) -> str:
     """``namespace``: 16 hex digits."""
     return f"{namespace}/{chunk_hash.hex()}-{group}"
+
+
+def fill(buffers: Sequence[memoryview], value: bytes) -> bool:
+    """Copy a value to ``buffers``, in order; False when its length is another than theirs."""
+    if len(value) != sum(map(len, buffers)):
+        return False
+    start = 0
+    for buffer in buffers:
+        buffer[:] = value[start : start + len(buffer)]
+        start += len(buffer)
+    return True
 
 
 def header_bytes(num_shards: int) -> int:

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 from lmcache_connector.config import parse_size
 from lmcache_connector.errors import ConfigError
 from lmcache_connector.storage.tiers import base
-from lmcache_connector.storage.tiers.base import NAME, TierError, TierStats, TierUrl, take_options
+from lmcache_connector.storage.tiers.base import TierError, TierStats, TierUrl
 
 # Nothing lies there, or no file; and what is perhaps wrong with one file alone.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESTALE)
@@ -36,14 +36,14 @@ _BLOCK = 4096
 
 
 def open_url(url: TierUrl) -> DiskTier:
-    max_bytes = take_options(url, {"max_size": parse_size}).get("max_size")
+    max_bytes = base.take_options(url, {"max_size": parse_size}).get("max_size")
     path = unquote(url.path)
     if url.host or not path.startswith("/") or "\0" in path:
-        raise ConfigError([f"tiers: {url.text!r} names no absolute directory: write file:///dir"])
+        raise ConfigError(f"tiers: {url.text!r} names no absolute directory: write file:///dir")
     return DiskTier(path, max_bytes if isinstance(max_bytes, int) else None)
 
 
-class DiskTier:
+class DiskTier(base.Tier):
     """See ``Tier``."""
 
     def __init__(self, path: str, max_bytes: int | None) -> None:
@@ -70,9 +70,6 @@ class DiskTier:
         except OSError as error:
             raise TierError(f"file://{path} cannot be used: {error}") from error
         self._thread.start()
-
-    def register(self, memory: memoryview) -> None:
-        pass
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         return [self._find(name) is not None for name in names]
@@ -145,7 +142,7 @@ class DiskTier:
 
     def _path(self, name: str) -> str:
         """Where a value lies: below the directory by its name, in folders that are no links."""
-        assert NAME.fullmatch(name), name
+        assert base.NAME.fullmatch(name), name
         folder = f"{self._root}/{name[:19]}"
         if any(map(os.path.islink, (folder, folder[:-3], self._tmp))):
             raise OSError(errno.ELOOP, "a folder is a symbolic link", folder)
@@ -214,6 +211,6 @@ class DiskTier:
             if self._is_closed or len(folder) > len(self._root) + 17:  # deeper than namespaces
                 below.clear()
             for name in (f"{folder[-19:-3]}/{file}" for file in files if not self._is_closed):
-                is_ours = NAME.fullmatch(name) and name.startswith(prefix)
+                is_ours = base.NAME.fullmatch(name) and name.startswith(prefix)
                 if is_ours and (value := self._find(name)):
                     yield value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from lmcache_connector.storage.tiers.base import TierStats, TierUrl, take_options
+from lmcache_connector.storage.tiers.base import Tier, TierStats, TierUrl, fill, take_options
 
 
 def open_url(url: TierUrl) -> MemoryTier:
@@ -13,15 +13,12 @@ def open_url(url: TierUrl) -> MemoryTier:
     return MemoryTier()
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """See ``Tier``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-
-    def register(self, memory: memoryview) -> None:
-        pass
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         with self._lock:
@@ -30,13 +27,7 @@ class MemoryTier:
     def get(self, name: str, buffers: Sequence[memoryview]) -> bool:
         with self._lock:
             value = self._values.get(name)
-        if value is None or len(value) != sum(len(buffer) for buffer in buffers):
-            return False
-        start = 0
-        for buffer in buffers:
-            buffer[:] = value[start : start + len(buffer)]
-            start += len(buffer)
-        return True
+        return value is not None and fill(buffers, value)
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         value = b"".join(buffers)

@@ -24,7 +24,7 @@ import numpy as np
 
 from lmcache_connector.config import parse_size
 from lmcache_connector.errors import ConfigError
-from lmcache_connector.storage.tiers.base import TierError, TierStats, TierUrl, take_options
+from lmcache_connector.storage.tiers.base import Tier, TierError, TierUrl, take_options
 
 _DEFAULTS = {"metadata": "P2PHANDSHAKE", "segment": 0, "protocol": "tcp", "device": "", "host": ""}
 _ENVIRONMENT = """MC_RPC_TIMEOUT_MS=2000 MC_RPC_CONNECT_TIMEOUT_MS=1000 MC_LOG_LEVEL=ERROR
@@ -40,7 +40,7 @@ def open_url(url: TierUrl) -> MooncakeTier:
     """The master may be absent."""
     options: Any = take_options(url, dict.fromkeys(_DEFAULTS, str) | {"segment": parse_size})
     if not url.host.rpartition(":")[2].isdigit() or url.path.strip("/"):
-        raise ConfigError([f"tiers: {url.text}: it must be mooncake://host:port of the master"])
+        raise ConfigError(f"tiers: {url.text}: it must be mooncake://host:port of the master")
     for setting in _ENVIRONMENT.split():
         os.environ.setdefault(*setting.split("="))
     try:
@@ -48,11 +48,11 @@ def open_url(url: TierUrl) -> MooncakeTier:
     except ImportError as error:
         problem = f"tiers: mooncake:// cannot be used: {error}; pip install 'lmcache-connector"
         problem += "[mooncake]' (with CUDA: mooncake-transfer-engine), on Debian also apt-get "
-        raise ConfigError([f"{problem}install libcurl4 libibverbs1 libnuma1 librdmacm1"]) from None
+        raise ConfigError(f"{problem}install libcurl4 libibverbs1 libnuma1 librdmacm1") from None
     return MooncakeTier(MooncakeDistributedStore, url.host, _DEFAULTS | options)
 
 
-class MooncakeTier:
+class MooncakeTier(Tier):
     """See ``Tier``. The library by itself comes back to a master that does."""
 
     def __init__(self, make_client: Any, master: str, options: dict[str, Any]) -> None:
@@ -92,9 +92,6 @@ class MooncakeTier:
 
     def clear(self, namespace: str) -> None:
         _checked(self._call("remove_by_regex", f"^{namespace}/", True))
-
-    def stats(self) -> TierStats:
-        return TierStats()
 
     def close(self) -> None:
         self._retry_at = float("inf")

@@ -30,7 +30,7 @@ _KINDS: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _TOLD = re.compile(r"(?<=status: )\d+|(?<=<Code>)\w+|(?<=kind: )\w+|(?<=source: )[A-Z]\w+(?=[ ,(])")
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(base.Tier):
     """See ``Tier``. The store may be out of reach when it is made."""
 
     def __init__(self, url: base.TierUrl) -> None:
@@ -47,7 +47,7 @@ class ObjectStoreTier:
         try:
             self._store = _KINDS[url.scheme](url.host or None, **options)
         except (BaseError, OSError, ValueError) as error:
-            raise ConfigError([f"tiers: {url.text} cannot be set up: {_told(error)}"]) from None
+            raise ConfigError(f"tiers: {url.text} cannot be set up: {_told(error)}") from None
 
     def _run(self, what: str, start: Callable[[], Awaitable[Any]]) -> Any:
         async def bounded() -> Any:
@@ -57,9 +57,6 @@ class ObjectStoreTier:
             return asyncio.run(bounded())
         except (BaseError, OSError, ValueError) as error:
             raise base.TierError(f"{self._where}: {what}: {_told(error)}") from None
-
-    def register(self, memory: memoryview) -> None:
-        pass
 
     def contains(self, names: Sequence[str]) -> list[bool]:
         room = asyncio.Semaphore(64)  # as many connections
@@ -106,12 +103,6 @@ class ObjectStoreTier:
         pages = aiter(obstore.list(self._store, namespace, chunk_size=1000))
         while self._run("clear", page):
             pass
-
-    def stats(self) -> base.TierStats:
-        return base.TierStats()
-
-    def close(self) -> None:
-        pass
 
 
 open_url = ObjectStoreTier

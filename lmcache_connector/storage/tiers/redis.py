@@ -77,7 +77,7 @@ class _TlsConnection(_Connection, redis.SSLConnection):
     pass
 
 
-class RedisTier:
+class RedisTier(base.Tier):
     """See ``Tier``. The server may be absent when it is made."""
 
     def __init__(self, url: base.TierUrl) -> None:
@@ -92,7 +92,7 @@ class RedisTier:
             if file:
                 secret = Path(file).read_text(errors="replace").strip()
         except (ValueError, OSError) as error:
-            raise ConfigError([f"tiers: {url.text}: {error}"]) from None
+            raise ConfigError(f"tiers: {url.text}: {error}") from None
         self._where, self._timeout = url.text, options.get("timeout", 5.0)
         self._expiry_ms = max(1, int(options["ttl"] * 1000)) if "ttl" in options else None
         arguments = {
@@ -119,9 +119,6 @@ class RedisTier:
             text = f"{self._where}: {name}: {type(error).__name__}: {error}"
             raise base.TierError(text[:400]) from None
 
-    def register(self, memory: memoryview) -> None:
-        pass
-
     def contains(self, names: Sequence[str]) -> list[bool]:
         with self._call("contains") as client:
             return [reply == 1 for reply in _pipeline(client, "EXISTS", map(_key, names))]
@@ -134,13 +131,7 @@ class RedisTier:
             except redis.ResponseError as error:
                 if not str(error).startswith("WRONGTYPE"):
                     raise
-        if not isinstance(value, bytes) or len(value) != sum(map(len, buffers)):
-            return False
-        start = 0
-        for buffer in buffers:
-            buffer[:] = value[start : start + len(buffer)]
-            start += len(buffer)
-        return True
+        return isinstance(value, bytes) and base.fill(buffers, value)
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         with self._call("put") as client:
@@ -155,9 +146,6 @@ class RedisTier:
         with self._call("clear") as client:
             keys = client.scan_iter(match=start + b"*", count=10_000)
             _pipeline(client, "UNLINK", (key for key in keys if key.startswith(start)))
-
-    def stats(self) -> base.TierStats:
-        return base.TierStats()
 
     def close(self) -> None:
         if self._client is not None:
