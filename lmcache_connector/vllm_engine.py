@@ -24,7 +24,6 @@ class Watcher(Protocol):
 _CHANGES_WEIGHTS = re.compile(
     r"(?!_?(compute|get|check|supports|init|shutdown)_).*weight|load_model"
 )
-_OURS = "_lmcache_connector"
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -39,8 +38,8 @@ def watch(watcher: Watcher) -> None:
     from vllm.v1.engine.core import EngineCore
 
     _watchers.add(watcher)
-    if not hasattr(EngineCore, _OURS):
-        setattr(EngineCore, _OURS, True)
+    if not hasattr(EngineCore, "_lmcache_watched"):
+        EngineCore._lmcache_watched = True
         EngineCore.collective_rpc = _tells_of_weights(EngineCore.collective_rpc)
         EngineCore.add_lora = _tells_of_adapters(EngineCore.add_lora)
 

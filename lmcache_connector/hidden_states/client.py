@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +23,7 @@ _POLL_SECONDS = 0.001
 _ONE_THREAD_ELEMENTS = 32768
 _T = TypeVar("_T")
 # Memory is copied faster by several threads, which hold no lock of Python's meanwhile.
-_COPIES_AT_ONCE = 4
+_COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
 _copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
 
 

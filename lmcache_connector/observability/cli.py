@@ -271,11 +271,10 @@ def _endpoint(socket: str | None) -> str:
     if chosen := socket or load_config({}, os.environ).config.server:
         return chosen
     found, _ = our_endpoints()
-    if len(found) != 1:
-        several = f"choose a --socket: {', '.join(found)}"
-        raise typer.BadParameter(
-            several if found else "no server or engine of this user runs: start one, or --socket"
-        )
+    if not found:
+        raise typer.BadParameter("no server or engine of this user runs: start one, or --socket")
+    if len(found) > 1:
+        raise typer.BadParameter(f"choose a --socket: {', '.join(found)}")
     return found[0]
 
 

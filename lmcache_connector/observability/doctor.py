@@ -120,9 +120,8 @@ def _socket_problem(endpoint: str, urls: dict[str, None]) -> str | None:
     except (ConnectorError, OSError) as error:
         return str(error)
     urls.update(dict.fromkeys(tier.url for tier in status.tiers))
-    version = status.version
-    if version != __version__:
-        return f"it is version {version}, this is {__version__}: install the same in both"
+    if status.version != __version__:
+        return f"it is version {status.version}, this is {__version__}: install the same in both"
     return None
 
 
