@@ -344,10 +344,10 @@ OPTIONS = (
         "extract_hidden_states",
         {},
         _parse_mapping,
-        "Files of the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
-        "`shared_storage_path` (required), `include_output_tokens`, `layers`, `opt_in`, "
-        "`max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, `use_synchronization_lock`, "
-        "`allow_custom_save_path`; `{}`: no files.",
+        "Exports the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
+        "`shared_storage_path` (required; a directory or a tier's URL), `include_output_tokens`, "
+        "`layers`, `opt_in`, `max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, "
+        "`use_synchronization_lock`, `allow_custom_save_path`; `{}`: no files.",
         show=json.dumps,
     ),
 )
@@ -426,15 +426,6 @@ def describe(config: Config, origins: Mapping[str, str]) -> str:
         f"{option.name}={option.show(getattr(config, option.field))} ({origins[option.name]})"
         for option in OPTIONS
     )
-
-
-def config_table() -> str:
-    """The options as a markdown table, for the README."""
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for option in OPTIONS:
-        default = option.show(option.parse(option.default))
-        lines.append(f"| `{option.name}` | `{default}` | {option.help} |")
-    return "\n".join(lines) + "\n"
 
 
 def _read_yaml(path: str, problems: list[str]) -> dict[str, object]:

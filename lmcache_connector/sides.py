@@ -412,8 +412,8 @@ class WorkerSide:
         counters = self._worker.counters
         if self.hidden_state_store is not None:
             counters.hidden_chunks = self.hidden_state_store.take_counts()
-        if self._extractor is not None:
-            counters.exports, counters.export_bytes = self._extractor.take_counts()
+        if self._extractor is not None and self._extractor.writer is not None:
+            counters.exports, counters.export_bytes = self._extractor.writer.take_counts()
         return counters.take()
 
     def shutdown(self) -> None:

@@ -199,8 +199,7 @@ class RowClient:
                     _copiers.submit(copy, part, _COPIES_AT_ONCE)
                     for part in range(min(_COPIES_AT_ONCE, len(rows) * len(outs)))
                 ]
-                wait(copies)
-                for done in copies:
+                for done in wait(copies).done:
                     done.result()
             else:
                 # In the order of the caller's stream.

@@ -6,6 +6,7 @@ that was restored has its rows too.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class Extractor:
         self._block_tokens = layer.tokens_per_block
         self._taps = taps
         self._rows = rows
-        self._writer = ExportWriter(settings) if writes else None
+        # None: another rank's part.
+        self.writer = ExportWriter(settings) if writes else None
         self._uses_locks = settings.use_synchronization_lock
         self._stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None
         # By request: its path and lock, if there is one; its copy, and the slots that it reads.
@@ -52,21 +54,24 @@ class Extractor:
     def start(self, step: ExtractStep) -> None:
         """Do what the scheduler side says. The blocks named stay as they are until the request
         is among ``take_sent``."""
-        if self._writer is None:
+        if self.writer is None:
             self._sent.update(op.request_id for op in step.finished)
             return
+        for request_id in step.dropped:
+            self._drop(request_id, self.writer)
+        for op in step.finished:
+            self._export(op, self.writer)
+        # Last: an id may be used again.
         for request_id, path in step.begun.items():
             self._begun[request_id] = (path, self._hold(path))
-        for request_id in step.dropped:
-            self._drop(request_id, self._writer)
-        for op in step.finished:
-            self._export(op, self._writer)
 
     def _hold(self, path: str) -> int | None:
         if self._uses_locks and not URL.fullmatch(path):
             try:
+                # What another request left there is not this one's.
+                files.remove(path)
                 return files.hold_lock(path)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 warn_every(logger, "lock", 60.0, "readers of %s will not wait: %s", path, error)
         return None
 
@@ -75,21 +80,27 @@ class Extractor:
         if URL.fullmatch(path):
             writer.refuse(Export(path, (), None), "the request has ended without all of its rows")
         elif lock is not None:
-            files.remove(path, keep_hidden_states=True)
+            with contextlib.suppress(OSError):  # nobody holds it, whether it goes or stays
+                files.remove(path, keep_hidden_states=True)
             os.close(lock)
 
     def _export(self, op: ExportOp, writer: ExportWriter) -> None:
         token_ids = torch.frombuffer(bytearray(op.token_ids), dtype=torch.int64)
         shape = (len(token_ids), len(op.layers), self._rows.shape[-1])
         _, lock = self._begun.pop(op.request_id, (None, None))
-        if not writer.admit(math.prod(shape) * self._rows.element_size()):
-            reason = "too many rows wait to be written (max_queued_size)"
-            writer.refuse(Export(op.path, op.layers, lock), reason)
+        export = Export(op.path, op.layers, lock, token_ids)
+        nbytes, pinned = math.prod(shape) * self._rows.element_size(), self._stream is not None
+        refusal = "too many rows wait to be written (max_queued_size)"
+        if is_admitted := writer.admit(nbytes):
+            try:
+                export.rows = torch.empty(shape, dtype=self._rows.dtype, pin_memory=pinned)
+            except RuntimeError as error:
+                is_admitted, refusal = False, f"no memory for its rows: {error}"
+                writer.give_back(nbytes)
+        if not is_admitted:
+            writer.refuse(export, refusal)
             self._sent.add(op.request_id)
             return
-        export = Export(op.path, op.layers, lock, token_ids)
-        pinned = self._stream is not None
-        export.rows = torch.empty(shape, dtype=self._rows.dtype, pin_memory=pinned)
         firsts = torch.tensor(op.block_ids, dtype=torch.int64)[:, None] * self._block_tokens
         slots = (firsts + torch.arange(self._block_tokens)).flatten()[: shape[0]]
         if self._stream is None:
@@ -113,21 +124,17 @@ class Extractor:
             if copied.query():
                 del self._copies[request_id]
                 self._sent.add(request_id)
-                assert self._writer is not None
-                self._writer.submit(export)
+                assert self.writer is not None
+                self.writer.submit(export)
         sent, self._sent = self._sent, set()
         return sent
-
-    def take_counts(self) -> tuple[dict[str, int], int]:
-        """See ``ExportWriter.take_counts``."""
-        return self._writer.take_counts() if self._writer is not None else ({}, 0)
 
     def close(self) -> None:
         """Write what was begun to be copied; nobody waits for anything else any longer."""
         if self._stream is not None:
             self._stream.synchronize()
         self.take_sent()
-        if self._writer is not None:
+        if self.writer is not None:
             for request_id in list(self._begun):
-                self._drop(request_id, self._writer)
-            self._writer.close()
+                self._drop(request_id, self.writer)
+            self.writer.close()

@@ -53,7 +53,8 @@ def load_with_layers(path: str, timeout: float = 60.0) -> tuple[dict[str, torch.
                 raise TimeoutError(f"{path} is not written after {timeout:g} s")
             time.sleep(_POLL_SECONDS)
     with open_rows(path) as file:
-        tensors = {name: file.get_tensor(name) for name in ("hidden_states", "token_ids")}
+        # Copies: those of the file would change with it.
+        tensors = {name: file.get_tensor(name).clone() for name in ("hidden_states", "token_ids")}
         return tensors, (file.metadata() or {}).get("layers", "")
 
 
@@ -67,7 +68,7 @@ def open_rows(path: str) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:
         raise ExtractionError(f"{path} holds no hidden states: {error}") from None
 
 
@@ -100,7 +101,9 @@ def hold_lock(path: str) -> int:
         OSError: the lock cannot be written, or another writer or a reader holds it.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    descriptor = os.open(path + LOCK, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    # Whatever is there by that name neither blocks nor leads elsewhere.
+    flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path + LOCK, flags, 0o644)
     if _try_lock(descriptor, fcntl.LOCK_EX):
         return descriptor
     os.close(descriptor)
@@ -150,13 +153,17 @@ def _aside(path: str) -> Iterator[str]:
 def tidy(directory: str, ttl: float | None) -> int:
     """Bytes of the files in a directory, whoever wrote them, after what this package left there
     more than ``ttl`` seconds ago is removed, unless readers wait for it."""
-    oldest = time.time() - ttl if ttl is not None else 0.0
+    now = time.time()
+    oldest = now - ttl if ttl is not None else 0.0
     used_bytes = 0
     with os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError, SafetensorError):
-                facts = entry.stat()
-                if SUFFIX in entry.name and facts.st_mtime < oldest and _may_go(entry.path):
+            # Anybody may write here: what is odd stays, and the others go.
+            with contextlib.suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                # What is being written is younger than an hour.
+                limit = min(oldest, now - 3600) if entry.name.endswith(".tmp") else oldest
+                if SUFFIX in entry.name and facts.st_mtime < limit and _may_go(entry.path):
                     os.unlink(entry.path)
                 elif entry.name.endswith(SUFFIX):
                     used_bytes += facts.st_size
@@ -165,8 +172,9 @@ def tidy(directory: str, ttl: float | None) -> int:
 
 def _may_go(path: str) -> bool:
     if path.endswith(SUFFIX) and os.path.isfile(path):
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("writer") == _WRITER["writer"]
+        # The header begins with the metadata; mapping the file could kill this process.
+        with _open(path) as file:
+            return _WRITER["writer"] in file.read(4096)
     if path.endswith(LOCK):
         return not is_being_written(path.removesuffix(LOCK))
     return path.endswith((ERROR, ".tmp"))

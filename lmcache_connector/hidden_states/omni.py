@@ -7,6 +7,7 @@ condition it on the rows of other tokens, without an error anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -106,6 +107,9 @@ class OmniRows:
                 if copies:
                     rows = {layer: copy[first:last] for layer, copy in copies.items()}
                     self._keep(request, rows, ids, limit)
+                else:
+                    # Later rows would close up to those before the gap.
+                    request.held, request.failures = {}, _MAX_FAILURES
 
     def _begin(self, rid: str, owner: Any, computed: int, ids: Any) -> _Request:
         """A request is new, or computed again from ``computed`` on: what was held is of steps that
@@ -123,9 +127,12 @@ class OmniRows:
                 known = None, False, 0
         request = _Request(owner, *known, computed, computed, saved)
         if computed > request.delivered:
-            found = request.is_keyed and self._store.retrieve_layers(
-                ids[:saved].tolist(), self._layers, min_rows=computed, extra=request.extra
-            )
+            found = None
+            # ValueError: tokens that are no ids, such as those of other modalities.
+            with contextlib.suppress(ValueError):
+                found = request.is_keyed and self._store.retrieve_layers(
+                    ids[:saved].tolist(), self._layers, min_rows=computed, extra=request.extra
+                )
             if not found:
                 text = "request %s: hidden states of %d restored tokens are lost, it hands on none"
                 logger.error(text, rid, computed)
@@ -138,7 +145,8 @@ class OmniRows:
     def _copies(self, hidden: torch.Tensor, outputs: Any, size: int) -> dict[int, torch.Tensor]:
         """Rows of the step by layer, on the CPU; nothing when those of a layer are missing."""
         states = outputs.get("hidden_states") if isinstance(outputs, dict) else None
-        by_layer = states.get("layers") or {} if isinstance(states, dict) else {}
+        layers = states.get("layers") if isinstance(states, dict) else None
+        by_layer = layers if isinstance(layers, dict) else {}
         copies = {}
         for layer in self._layers:
             rows = hidden if layer == FINAL else by_layer.get(layer, by_layer.get(str(layer)))

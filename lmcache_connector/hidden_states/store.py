@@ -146,7 +146,7 @@ class HiddenStateStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Whether all that was given ``non_blocking`` is dealt with, within ``timeout`` seconds."""
-        return not wait(list(self._queued), timeout or self._timeout).not_done
+        return not wait(list(self._queued), self._timeout if timeout is None else timeout).not_done
 
     def _checked(self, item: Rows) -> Rows:
         rows, offset, size = item.hidden_states, item.token_offset, len(item.token_ids)
@@ -226,9 +226,7 @@ class HiddenStateStore:
             return [
                 outs[layer.layer_idx][:num_tokens]
                 if layer.layer_idx in outs
-                else _empty(
-                    (num_tokens, layer.width), how.get("dtype") or layer.dtype, how.get("device")
-                )
+                else _empty((num_tokens, layer.width), how.get("dtype") or layer.dtype, how)
                 for layer in layers
             ]
 
@@ -299,11 +297,9 @@ class HiddenStateStore:
         self._attached = None
 
 
-def _empty(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str | None
-) -> torch.Tensor:
+def _empty(shape: tuple[int, int], dtype: torch.dtype, how: How) -> torch.Tensor:
     """On the CPU in huge pages: memory takes longer to get in small ones than to copy to."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor = torch.empty(shape, dtype=dtype, device=how.get("device"))
     first = -(-tensor.data_ptr() // _HUGE) * _HUGE
     num_bytes = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - first
     if tensor.is_cpu and num_bytes > 0:

@@ -79,6 +79,11 @@ class ExportWriter:
             self._queued_bytes = queued
         return True
 
+    def give_back(self, nbytes: int) -> None:
+        """What was admitted is not in memory any more."""
+        with self._lock:
+            self._queued_bytes -= nbytes
+
     def submit(self, export: Export) -> None:
         """Write rows that were admitted."""
         self._threads.submit(self._run, export)
@@ -96,8 +101,7 @@ class ExportWriter:
             refusal = self._write(export)
         except Exception as error:  # a thread's outermost frame: the reader must hear of it
             refusal = f"not written: {error}"
-        with self._lock:
-            self._queued_bytes -= export.rows.nbytes
+        self.give_back(export.rows.nbytes)
         self._end(export, refusal)
 
     def _end(self, export: Export, refusal: str | None) -> None:

@@ -30,7 +30,6 @@ from lmcache_connector.server.management import TIMEOUT_SECONDS, Ask, managing
 from lmcache_connector.server.run import run_server
 from lmcache_connector.server.sockets import our_endpoints
 
-_NAMESPACE = re.compile("[0-9a-f]{16}")
 # Large tiers take their time.
 _CLEAR_SECONDS = 60.0
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
@@ -137,7 +136,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete what is cached of one model, or of all, in the pool and in the tiers."""
-    if bool(namespace) == everything or (namespace and not _NAMESPACE.fullmatch(namespace)):
+    if bool(namespace) == everything or (namespace and not re.fullmatch("[0-9a-f]{16}", namespace)):
         raise typer.BadParameter("give either --namespace, as `status` names it, or --all")
     endpoint = _endpoint(socket)
     with managing(endpoint) as ask:

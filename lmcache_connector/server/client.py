@@ -83,10 +83,6 @@ class PoolClient:
         """Begin to attach; returns at once."""
         self._thread.start()
 
-    def wait_attached(self, timeout: float) -> bool:
-        """Whether all extents are mapped within ``timeout`` seconds."""
-        return self._attached.wait(timeout)
-
     def hold(self, incarnation: str) -> bool:
         """Keep the memory of this life mapped until ``drop``; False when it is not attached."""
         with self._held:
@@ -100,10 +96,6 @@ class PoolClient:
         with self._held:
             self._num_held -= 1
             self._held.notify_all()
-
-    def has(self, extent: int) -> bool:
-        """Whether an extent is mapped by now."""
-        return 0 <= extent < len(self._addresses)
 
     def address(self, slot: SlotRef) -> int:
         """Where a slot begins in this process.
@@ -127,7 +119,7 @@ class PoolClient:
         return memoryview(mapping)[slot.offset : slot.offset + slot.nbytes]
 
     def _check(self, slot: SlotRef) -> int:
-        if not self.has(slot.extent):
+        if not 0 <= slot.extent < len(self._addresses):
             raise ProtocolError(f"{slot} is in an extent that is not mapped")
         if min(slot.offset, slot.nbytes) < 0 or (
             slot.offset + slot.nbytes > len(self._maps[slot.extent])

@@ -47,6 +47,21 @@ class HandOn:
             # Generated tokens are kept too, and what a resumed request adds to a chunk's start.
             assert store.coverage(tokens, LAYERS) == len(tokens) // CHUNK * CHUNK
 
+    @pytest.mark.parametrize("captured", [(0,), (), [0, 2], None])
+    def test_a_step_without_rows_of_a_layer_is_no_seam(self, captured: Any) -> None:
+        """What comes after it does not close up to what came before it."""
+        tokens, half = TOKENS[: 4 * CHUNK], CHUNK // 2
+        with open_store() as store, hooked(self.runner_class, store):
+            stage = Stage(self.runner_class)
+            stage.step(("a", tokens, len(tokens), 0, half))
+            layers = list(captured) if isinstance(captured, list) else captured
+            stage.step(("a", tokens, len(tokens), half, CHUNK), captured=layers)
+            stage.step(("a", tokens, len(tokens), CHUNK, CHUNK + half))
+            stage.step(("a", tokens, len(tokens), CHUNK + half, len(tokens)))
+            found = store.retrieve_layers(tokens, LAYERS) or {}
+            for layer, rows in found.items():
+                assert torch.equal(rows, rows_of(tokens, layer)[: len(rows)])
+
     def test_what_comes_after_an_unaligned_hit_is_filed_where_it_belongs(self) -> None:
         tokens = TOKENS[:64]
         with open_store() as store, hooked(self.runner_class, store):

@@ -81,9 +81,13 @@ class Stage:
         self.sent: dict[str, dict[str, list[torch.Tensor]]] = {}
 
     def step(
-        self, *parts: tuple[str, list[int], int, int, int], asked: bool = True
+        self,
+        *parts: tuple[str, list[int], int, int, int],
+        asked: bool = True,
+        captured: Any = (0, 2),
     ) -> list[dict[str, Any]]:
-        """One step of (request, its known tokens, of these in the prompt, first, end)."""
+        """One step of (request, its known tokens, of these in the prompt, first, end), in which
+        the model captures the inputs of layers ``captured``."""
         runner, ids = self.runner, np.zeros((len(parts), 4096), dtype=np.int32)
         starts = [0]
         for index, (name, tokens, _, first, end) in enumerate(parts):
@@ -108,7 +112,7 @@ class Stage:
         # The engine pads steps, and uses its buffers again.
         padded = {layer: torch.cat([r, torch.full((3, WIDTH), 7.0)]) for layer, r in rows.items()}
         outputs = {
-            "hidden_states": {"layers": {0: padded[0], 2: padded[2]}},
+            "hidden_states": {"layers": captured and {layer: padded[layer] for layer in captured}},
             "embed": {"tts_bos": [torch.ones(1, 1, WIDTH)]},
         }
         runner._prefix_cache_save_step(

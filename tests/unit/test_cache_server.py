@@ -274,7 +274,7 @@ def test_leases_last_until_nobody_can_write(house: House) -> None:
     # Nobody else of that name may come now.
     with pytest.raises(RefusedError, match="workers are still there"):
         house.session().call(registration(life="another"), TIMEOUT)
-    assert not house.worker().wait_attached(0.1)
+    assert not house.worker()._attached.wait(0.1)
     worker.close()
     until(lambda: house.names() == [])
     stats = house.engine.stats()

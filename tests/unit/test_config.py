@@ -13,7 +13,6 @@ from lmcache_connector.config import (
     OPTIONS,
     Config,
     LoadedConfig,
-    config_table,
     describe,
     load_config,
     parse_request_params,
@@ -259,13 +258,6 @@ def test_describe_shows_every_value_with_unit_and_origin():
     chosen = msgspec.structs.replace(loaded.config, chunk_size=640, max_local_cpu_bytes=512 << 20)
     text = describe(chosen, loaded.origins)
     assert text.startswith("chunk_size=640 (default) max_local_cpu_size=512MiB ")
-
-
-def test_table_has_a_row_per_option_with_the_default_in_its_unit():
-    lines = config_table().splitlines()
-    assert len(lines) == len(OPTIONS) + 2
-    assert all(line.count("|") == 4 for line in lines)
-    assert any(line.startswith("| `max_local_cpu_size` | `4GiB` | ") for line in lines)
 
 
 def test_request_params_override_the_configured_ones():

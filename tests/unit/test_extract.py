@@ -257,6 +257,48 @@ def test_two_exports_to_one_path_do_not_wait_for_each_other(tmp_path: Path) -> N
     os.close(files.hold_lock(path))
 
 
+def test_what_lies_where_the_lock_goes_neither_blocks_nor_leads_elsewhere(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.safetensors")
+    os.mkfifo(path + files.LOCK)
+    with pytest.raises(OSError, match="No such device"):
+        files.hold_lock(path)
+    os.unlink(path + files.LOCK)
+    os.symlink(tmp_path / "elsewhere", path + files.LOCK)
+    with pytest.raises(OSError, match="symbolic links"):
+        files.hold_lock(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write(ExportWriter(settings(tmp_path)), export(path))
+    found = files.load(str(path))
+    os.truncate(path, 0)
+    assert torch.equal(found["hidden_states"], rows_of())
+
+
+def test_odd_things_in_the_directory_do_not_stop_exports(tmp_path: Path) -> None:
+    ours = tmp_path / "old.safetensors"
+    write(ExportWriter(settings(tmp_path)), export(ours))
+    loop = tmp_path / "loop.safetensors"
+    loop.symlink_to(loop)
+    for name in ("a.safetensors", "b.safetensors.lock", "c.safetensors.error"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "d.safetensors.lock").symlink_to(tmp_path)
+    with open(tmp_path / "e.safetensors", "wb") as sparse:
+        sparse.truncate(1 << 40)
+    in_work = tmp_path / ".f.safetensors.x.tmp"
+    in_work.touch()
+    for name in os.listdir(tmp_path):
+        os.utime(tmp_path / name, (1, 1), follow_symlinks=False)
+    os.utime(in_work, (time.time() - 600,) * 2)
+    before = set(os.listdir(tmp_path))
+    new = tmp_path / "new.safetensors"
+    write(ExportWriter(settings(tmp_path, ttl=60)), export(new))
+    assert torch.equal(files.load(str(new))["hidden_states"], rows_of())
+    assert before - set(os.listdir(tmp_path)) == {ours.name}
+
+
 def test_a_reader_hears_why_there_is_no_file(tmp_path: Path) -> None:
     path = str(tmp_path / "a.safetensors")
     with pytest.raises(FileNotFoundError):
@@ -362,7 +404,7 @@ def test_old_files_of_ours_go_when_another_is_written(tmp_path: Path) -> None:
     (tmp_path / ".x.safetensors.k3.tmp").touch()
     (tmp_path / "notes.txt").touch()
     for entry in list(tmp_path.iterdir()):
-        os.utime(entry, (1, time.time() - 100))
+        os.utime(entry, (1, time.time() - (5000 if entry.suffix == ".tmp" else 100)))
     young = [tmp_path / "young.safetensors", tmp_path / "new.safetensors"]
     write(ExportWriter(settings(tmp_path)), export(young[0], locked=True))
     write(ExportWriter(settings(tmp_path, ttl=50)), export(young[1]))
@@ -426,6 +468,65 @@ def test_other_ranks_let_go_and_write_nothing(
     extractor.start(ExtractStep(dropped=["r"]))
     extractor.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_ends_though_its_file_cannot_be_removed(
+    make: Callable[..., Extractor], tmp_path: Path
+) -> None:
+    extractor, path = make(), str(tmp_path / "a.safetensors")
+    extractor.start(ExtractStep(begun={"r": path}))
+    (tmp_path / "a.safetensors.error").mkdir()
+    assert files.is_being_written(path)
+    extractor.start(ExtractStep(dropped=["r"]))
+    assert not files.is_being_written(path)
+
+
+def test_an_id_that_is_used_again_has_a_lock_of_its_own(
+    make: Callable[..., Extractor], tmp_path: Path
+) -> None:
+    extractor, path = make(), tmp_path / "a.safetensors"
+    extractor.start(ExtractStep(begun={"r": str(path)}))
+    extractor.start(ExtractStep(begun={"r": str(path)}, dropped=["r"]))
+    assert files.is_being_written(str(path))
+    extractor.start(ExtractStep(finished=[op(path)]))
+    assert len(files.load(str(path), timeout=20)["token_ids"]) == 10
+
+
+def test_what_another_request_left_at_a_path_is_not_this_ones(
+    make: Callable[..., Extractor], tmp_path: Path
+) -> None:
+    extractor, path = make(), tmp_path / "a.safetensors"
+    write(ExportWriter(settings(tmp_path)), export(path, locked=True))
+    with open(f"{path}{files.LOCK}") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        extractor.start(ExtractStep(begun={"r": str(path)}))
+        with pytest.raises(TimeoutError):
+            files.load(str(path), timeout=0.02)
+    extractor.start(ExtractStep(dropped=["r"]))
+    with pytest.raises(FileNotFoundError):
+        files.load(str(path))
+
+
+def test_without_memory_for_rows_the_reader_hears_of_it(
+    make: Callable[..., Extractor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, pin_memory: bool | None = None, **__: Any) -> torch.Tensor:
+        if pin_memory is None:
+            return torch.zeros(0)
+        raise RuntimeError("cannot pin")
+
+    extractor, path = make(max_queued_size="1000B"), tmp_path / "a.safetensors"
+    for _ in range(3):  # what was admitted is given back
+        extractor.start(ExtractStep(begun={"r": str(path)}))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", no_memory)
+            extractor.start(ExtractStep(finished=[op(path)]))
+        assert extractor.take_sent() == {"r"}
+        with pytest.raises(ExtractionError, match="no memory for its rows: cannot pin"):
+            files.load(str(path), timeout=20)
+    extractor.start(ExtractStep(begun={"r": str(path)}))
+    extractor.start(ExtractStep(finished=[op(path)]))
+    assert len(files.load(str(path), timeout=20)["token_ids"]) == 10
 
 
 def test_no_lock_outlives_a_request_without_a_file(

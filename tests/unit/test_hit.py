@@ -76,7 +76,7 @@ def brute_force(groups, present, chunk, local, num_tokens) -> int:
     return best
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(cases())
 def test_boundary_is_the_largest_that_every_group_and_shard_can_serve(case):
     groups, present, chunk, local, num_tokens = case
@@ -87,7 +87,7 @@ def test_boundary_is_the_largest_that_every_group_and_shard_can_serve(case):
     assert found < num_tokens or found == local
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1200, deadline=None)
 @given(rules, st.integers(1, 4), st.integers(1, 12), st.integers(0, 11))
 def test_what_is_stored_satisfies_what_is_asked(rule, blocks_per_chunk, end_chunk, local_blocks):
     """Every block that a load names is a block that its object keeps."""

@@ -38,7 +38,7 @@ from lmcache_connector.server.client import PoolClient
 
 client = PoolClient(Path(sys.argv[1]), int(sys.argv[2]))
 client.start()
-assert client.wait_attached(20)
+assert client._attached.wait(20)
 assert client.hold(client.incarnation)
 print("attached", client.incarnation, flush=True)
 for line in sys.stdin:
@@ -219,7 +219,7 @@ def test_ranks_in_other_processes_share_the_memory(serve: Serve) -> None:
 def test_an_extent_is_ready_once_every_rank_has_mapped_it(serve: Serve) -> None:
     served = serve(ranks=2, extents=3)
     fast = served.client(0)
-    assert fast.wait_attached(TIMEOUT)
+    assert fast._attached.wait(TIMEOUT)
     assert served.ready == []
     with raw_peer(served.path) as slow:
         slow.send(hello(rank=1))
@@ -248,10 +248,12 @@ def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> Non
     seen: list[tuple[int, int, bool, list[int]]] = []
 
     def register(address: int, nbytes: int) -> None:
-        seen.append((address, nbytes, served.clients[0].has(len(seen)), list(served.ready)))
+        seen.append(
+            (address, nbytes, (len(seen) < len(served.clients[0]._addresses)), list(served.ready))
+        )
 
     client = served.client(0, register_extent=register)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert [nbytes for _, nbytes, _, _ in seen] == [4 * PAGE] * 2
     assert not any(mapped for _, _, mapped, _ in seen)
     assert 1 not in seen[0][3]
@@ -265,13 +267,13 @@ def test_a_worker_that_cannot_pin_keeps_what_it_has(
     served = serve()
 
     def register(address: int, nbytes: int) -> None:
-        if served.clients[0].has(0):
+        if len(served.clients[0]._addresses) > 0:
             raise RuntimeError("no more pinned memory")
 
     client = served.client(0, register_extent=register)
     until(lambda: "no more pinned memory" in caplog.text)
-    assert client.has(0)
-    assert not client.has(1)
+    assert len(client._addresses) > 0
+    assert not (len(client._addresses) > 1)
     until(lambda: served.ready == [1])
     # It may still be copying to extent 0: it must not be taken for dead.
     time.sleep(0.05)
@@ -304,17 +306,21 @@ def test_a_worker_that_could_not_map_all_begins_anew(
     client = served.client(0)
     if extent:
         # A copy that runs is waited for.
-        until(lambda: client.has(extent - 1) and client.hold(served.service.incarnation))
+        until(
+            lambda: (
+                (extent - 1 < len(client._addresses)) and client.hold(served.service.incarnation)
+            )
+        )
         until(lambda: client.incarnation is None)
-        assert client.has(extent - 1)
+        assert extent - 1 < len(client._addresses)
         client.drop()
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert not failures
     assert served.service.wait_ready(TIMEOUT)
     assert client._partial_seconds == 0.1
     # It stays.
     time.sleep(0.25)
-    assert client.wait_attached(0)
+    assert client._attached.wait(0)
 
 
 def test_who_keeps_failing_to_map_all_tries_less_and_less(
@@ -325,7 +331,7 @@ def test_who_keeps_failing_to_map_all_tries_less_and_less(
     served, tries = serve(), []
 
     def register(address: int, nbytes: int) -> None:
-        if served.clients[0].has(0):
+        if len(served.clients[0]._addresses) > 0:
             tries.append(time.monotonic())
             raise OSError("never")
 
@@ -370,7 +376,7 @@ def test_peers_are_refused_before_descriptors_run_out(
 def test_slots_beyond_the_memory_are_refused(serve: Serve) -> None:
     served = serve(extents=1)
     client = served.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert client.incarnation == served.service.incarnation
     assert len(client.view(SlotRef(0, 0, 4 * PAGE))) == 4 * PAGE
     for bad in (
@@ -391,7 +397,7 @@ def test_memory_goes_with_the_service_once_no_copy_holds_it(serve: Serve) -> Non
     unpinned: list[int] = []
     served = serve()
     client = served.client(0, unregister_extent=unpinned.append)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     life = served.service.incarnation
     assert not client.hold("another")
     assert client.hold(life)
@@ -417,7 +423,7 @@ def test_memory_goes_with_the_service_once_no_copy_holds_it(serve: Serve) -> Non
 def test_the_next_service_is_attached_to(serve: Serve) -> None:
     first = serve()
     client = first.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert client.hold(first.service.incarnation)
     first.service.close()
     until(lambda: client.incarnation is None)
@@ -440,7 +446,7 @@ def test_memory_that_is_still_viewed_is_not_given_up(
 ) -> None:
     served = serve(extents=1)
     client = served.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     view = client.view(SlotRef(0, 0, 3))
     client.close()
     assert "stays mapped" in caplog.text
@@ -458,12 +464,12 @@ def test_a_worker_may_come_before_the_service_and_before_its_instance(
     endpoint = directory / f"{'1' * 24}.sock"
     client = PoolClient(sockets.memory_path(endpoint), 0, "engine")
     client.start()
-    assert not client.wait_attached(0.1)
+    assert not client._attached.wait(0.1)
     served = serve(endpoint=endpoint)
     served.clients.append(client)
-    assert not client.wait_attached(0.2)
+    assert not client._attached.wait(0.2)
     served.service.add_instance("engine", 1)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     # That is how every start looks.
     assert caplog.text == ""
 
@@ -499,7 +505,7 @@ def test_workers_of_an_instance_that_was_removed_are_refused_until_it_is_back(
 ) -> None:
     served = serve()
     served.service.add_instance("engine", 2)
-    assert served.client(0, instance="engine").wait_attached(TIMEOUT)
+    assert served.client(0, instance="engine")._attached.wait(TIMEOUT)
     assert not served.service.remove_instance("engine")
     with raw_peer(served.path) as peer:
         peer.send(hello(rank=1, instance="engine"))
@@ -508,9 +514,9 @@ def test_workers_of_an_instance_that_was_removed_are_refused_until_it_is_back(
         assert refused.retry
         assert peer.recv(1) == b""
     late = served.client(1, instance="engine")
-    assert not late.wait_attached(0.1)
+    assert not late._attached.wait(0.1)
     served.service.add_instance("engine", 2)
-    assert late.wait_attached(TIMEOUT)
+    assert late._attached.wait(TIMEOUT)
     assert served.service.wait_ready(TIMEOUT, "engine")
     assert caplog.text == ""
 
@@ -608,7 +614,7 @@ def test_a_malformed_frame_ends_only_its_own_connection(
     accepted = frames[0] == hello()
     until(lambda: served.ended == [""] * accepted)
     client = served.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert served.service.wait_ready(TIMEOUT)
 
 
@@ -635,7 +641,7 @@ def test_a_long_frame_is_named_as_such(serve: Serve, caplog: pytest.LogCaptureFi
 def test_workers_are_gone_with_their_last_connection(serve: Serve) -> None:
     served = serve()
     client = served.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     with raw_peer(served.path) as second:
         second.send(hello())
         assert second.recv(protocol.MAX_FRAME_BYTES)
@@ -655,7 +661,7 @@ def test_a_peer_that_reads_nothing_does_not_stop_the_service(serve: Serve) -> No
             except BrokenPipeError:
                 break
         client = served.client(0)
-        assert client.wait_attached(TIMEOUT)
+        assert client._attached.wait(TIMEOUT)
 
 
 def test_other_users_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,7 +672,7 @@ def test_other_users_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         assert peer.recv(100) == b""
     monkeypatch.undo()
     client = served.client(0)
-    assert client.wait_attached(TIMEOUT)
+    assert client._attached.wait(TIMEOUT)
     assert stat.S_IMODE(served.path.stat().st_mode) == 0o600
 
 
@@ -728,7 +734,7 @@ def test_a_worker_checks_what_it_is_offered(
     offer = protocol.encode(protocol.ExtentOffer(0, nbytes))
     socket.send_fds(connection, [offer], [] if size is None else [fd])
     until(lambda: problem in caplog.text)
-    assert not client.has(0)
+    assert not client._addresses
     client.close()
     os.close(fd)
     connection.close()
@@ -740,7 +746,7 @@ def test_descriptors_are_not_leaked(serve: Serve) -> None:
 
     def attach_and_leave() -> None:
         client = served.client(0)
-        assert client.wait_attached(TIMEOUT)
+        assert client._attached.wait(TIMEOUT)
         client.close()
         until(lambda: len(served.service._sessions) == 0)
 

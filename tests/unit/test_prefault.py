@@ -52,7 +52,7 @@ def pool() -> Iterator[MemoryPool]:
 def attach(pool: MemoryPool, touch_ahead: bool) -> PoolClient:
     client = PoolClient(Path(pool.path), 0, touch_ahead=touch_ahead)  # type: ignore[attr-defined]
     client.start()
-    assert client.wait_attached(20)
+    assert client._attached.wait(20)
     return client
 
 

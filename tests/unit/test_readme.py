@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmcache_connector.config import config_table
+from lmcache_connector.config import OPTIONS
 from lmcache_connector.hidden_states.settings import ExtractChoice, ExtractSettings
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_table() -> str:
+    """The options as a markdown table."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for option in OPTIONS:
+        default = option.show(option.parse(option.default))
+        lines.append(f"| `{option.name}` | `{default}` | {option.help} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_configuration_table() -> None:

@@ -36,7 +36,7 @@ from lmcache_connector.server.client import PoolClient
 
 client = PoolClient(Path(sys.argv[1]), 0, "worker")
 client.start()
-assert client.wait_attached(20)
+assert client._attached.wait(20)
 print("attached", flush=True)
 for line in sys.stdin:
     extent, offset, nbytes, value = map(int, line.split())
