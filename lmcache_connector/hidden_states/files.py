@@ -141,10 +141,10 @@ def _aside(path: str) -> Iterator[str]:
     directory, name = os.path.split(path)
     os.makedirs(directory, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(".tmp", f".{name}.", directory)
-    os.fchmod(descriptor, 0o644)
     os.close(descriptor)
     try:
         yield temporary
+        os.chmod(temporary, 0o644)  # for other users' readers
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -153,8 +153,7 @@ def _aside(path: str) -> Iterator[str]:
 def tidy(directory: str, ttl: float | None) -> int:
     """Bytes of the files in a directory, whoever wrote them, after what this package left there
     more than ``ttl`` seconds ago is removed, unless readers wait for it."""
-    now = time.time()
-    oldest = now - ttl if ttl is not None else 0.0
+    oldest = time.time() - ttl if ttl is not None else 0.0
     used_bytes = 0
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -162,7 +161,7 @@ def tidy(directory: str, ttl: float | None) -> int:
             with contextlib.suppress(OSError):
                 facts = entry.stat(follow_symlinks=False)
                 # What is being written is younger than an hour.
-                limit = min(oldest, now - 3600) if entry.name.endswith(".tmp") else oldest
+                limit = min(oldest, time.time() - 3600) if entry.name.endswith(".tmp") else oldest
                 if SUFFIX in entry.name and facts.st_mtime < limit and _may_go(entry.path):
                     os.unlink(entry.path)
                 elif entry.name.endswith(SUFFIX):

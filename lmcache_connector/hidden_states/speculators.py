@@ -70,7 +70,8 @@ class LMCacheBackend(FileBackend):
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         config = dict(args.lmcache_config)
-        settings = {"shared_storage_path": os.path.abspath(args.hidden_states_path)}
+        path = args.hidden_states_path
+        settings = {"shared_storage_path": path if "://" in path else os.path.abspath(path)}
         config["extract_hidden_states"] = settings | config.get("extract_hidden_states", {})
         return {
             "kv_connector": "LMCacheHybridConnector",

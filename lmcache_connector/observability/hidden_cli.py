@@ -17,6 +17,7 @@ from lmcache_connector.hidden_states.settings import ERROR, LOCK, SUFFIX, URL
 from lmcache_connector.observability.tables import console, printable, table
 
 _FACTS = "request", "tokens", "layers", "hidden", "dtype", "size_bytes", "age_seconds", "state"
+Seconds = Annotated[float | None, typer.Option(min=0)]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 app = typer.Typer(no_args_is_help=True, help="Show, cut and remove exported hidden states.")
@@ -60,7 +61,7 @@ def export(place: str, out: str, layers: str = "", first: int = 0, end: int | No
 
 
 @app.command("rm")
-def remove(places: list[str], older_than: float | None = None) -> None:
+def remove(places: list[str], older_than: Seconds = None) -> None:
     """Remove exports, or from directories what was written --older-than so many seconds ago."""
     for place in places:
         if older_than is not None:

@@ -46,12 +46,11 @@ METRICS = {
     "load_seconds": "Seconds from start to end of copies from the pool, over all ranks.",
 }
 # The label of metrics that are kept by something.
-_OUTCOMES = {"hidden_chunks": "outcome", "exports": "outcome"}
 _LABELS = {
-    name: "tier" if name.startswith("tier_") else _OUTCOMES.get(name, "group")
+    name: "tier" if name.startswith("tier_") else "group"
     for name in METRICS
     if isinstance(getattr(Counters(), name), dict)
-}
+} | {"hidden_chunks": "outcome", "exports": "outcome"}
 
 
 class ConnectorStats(KVConnectorStats):

@@ -185,7 +185,7 @@ def test_an_engine_that_was_stopped_inside_a_copy(
             if meanwhile == "the server is killed":
                 house.server.kill()
                 house.start_server()
-                house._attached.wait(1)
+                house.wait_attached(1)
             colds = [filler.one(other, max_tokens=TOKENS) for other in others]
             filler.reset_local()
             assert house.audit([prompt, *others]) > 0
@@ -201,7 +201,7 @@ def test_an_engine_that_was_stopped_inside_a_copy(
     assert_same(cold, answer, 1e-4)
     assert (answer["cached"] > 0) == (copy == "load")
     assert house.audit([prompt, *others]) > 0
-    house._attached.wait(2)
+    house.wait_attached(2)
     victim.reset_local()
     for other, expected in zip(others, colds, strict=True):
         assert_same(expected, victim.one(other, max_tokens=TOKENS), 1e-4)
@@ -275,7 +275,7 @@ class Chaos:
                 count = (number + 1) * REQUESTS // len(plan) - number * REQUESTS // len(plan)
                 if self.random.random() < 0.7 or what in ("store", "load"):
                     # Else it comes before they have recovered from the one before.
-                    self.house._attached.wait(len(self.house.engines) - len(self._doomed))
+                    self.house.wait_attached(len(self.house.engines) - len(self._doomed))
                 # One is left for a server that is stopped.
                 self._issue(count - (what == "stop"), 0.5 + seconds)
                 time.sleep(self.random.uniform(0.0, 0.5))
@@ -478,7 +478,7 @@ def test_chaos(house: House, make_prompt: Callable[..., list[int]], assert_same:
 
 def check_hits(house: House, prompt: list[int], cold: Any, same: Callable[..., None]) -> None:
     """Both engines serve, and what one stores the other finds."""
-    house._attached.wait(2)
+    house.wait_attached(2)
     cached = []
     for engine in [*house.engines.values()] * 2:
         engine.reset_local()

@@ -170,12 +170,12 @@ print(json.dumps(registry[args.hidden_states_backend].build_kv_transfer_config(a
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module"])
-def test_its_programs_know_the_backend(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "place"), [("script", "rows"), ("module", "redis://host:1/0")])
+def test_its_programs_know_the_backend(tmp_path: Path, how: str, place: str) -> None:
     """Here one that looks as its launch_vllm.py does: that is not in the wheel."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     program = ["launcher.py"] if how == "script" else ["-m", "launcher"]
-    arguments = ["--hidden-states-backend", "lmcache", "--hidden-states-path", "rows"]
+    arguments = ["--hidden-states-backend", "lmcache", "--hidden-states-path", place]
     arguments += ["--lmcache-config", '{"server": "ipc:///run/kv"}']
     output = subprocess.run(
         [sys.executable, "-m", BACKEND, *program, *arguments],
@@ -189,7 +189,9 @@ def test_its_programs_know_the_backend(tmp_path: Path, how: str) -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "server": "ipc:///run/kv",
-            "extract_hidden_states": {"shared_storage_path": str(tmp_path / "rows")},
+            "extract_hidden_states": {
+                "shared_storage_path": str(tmp_path / place) if how == "script" else place
+            },
         },
     }
 

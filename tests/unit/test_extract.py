@@ -223,6 +223,7 @@ def test_a_file_holds_rows_ids_and_layers(tmp_path: Path) -> None:
     with safe_open(path, "pt") as file:
         assert file.metadata()["layers"] == "0,2,4"
     assert os.listdir(tmp_path / "deep") == ["a.safetensors"]
+    assert os.stat(path).st_mode & 0o777 == 0o644
 
 
 def test_a_reader_waits_for_the_lock(tmp_path: Path) -> None:
