@@ -52,8 +52,9 @@ def _tells_of_weights(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(core, method, *args, **kwargs)
         finally:
             if _CHANGES_WEIGHTS.match(name):
-                # It does nothing and says so while requests run.
-                is_clean = bool(core.reset_prefix_cache())
+                # It does nothing and says so while requests run. Of several engines in a process
+                # nobody can tell here whose it was.
+                is_clean = bool(core.reset_prefix_cache()) and len(_watchers) == 1
                 for watcher in list(_watchers):
                     watcher.on_weights(local_hits_are_new=is_clean)
 

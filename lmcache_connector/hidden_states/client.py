@@ -178,9 +178,8 @@ class RowClient:
             return None
         corrupt: list[RowKey] = []
         outs: list[torch.Tensor] = []
-        is_inference = torch.is_inference_mode_enabled()
 
-        @torch.inference_mode(is_inference)
+        @torch.inference_mode(torch.is_inference_mode_enabled())  # the caller's
         def copy(part: int, step: int) -> None:
             for index in range(part, len(rows), step):
                 chunk, turn = divmod(index, len(layers))

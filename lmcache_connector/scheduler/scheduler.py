@@ -409,13 +409,14 @@ class CacheScheduler:
         """Whether workers' reports are awaited, so that an idle engine must keep stepping."""
         return bool(self._stores or self._loads)
 
-    def reset(self, *, local_hits_are_new: bool = True) -> None:
+    def reset(self, *, local_hits_are_new: bool | None = None) -> None:
         """Forget this engine's view at once. Keys of later stores and lookups are new ones.
 
-        While vLLM may still hit what is of before, nothing that begins with a hit of its own is
-        kept, nor added to."""
+        While vLLM may still hit what is of other weights, nothing that begins with a hit of its
+        own is kept, nor added to. None: whether it may is as before."""
         self._generation += 1
-        self._trusts_local_hits = local_hits_are_new
+        if local_hits_are_new is not None:
+            self._trusts_local_hits = local_hits_are_new
         self._reset_nonce = os.urandom(16).hex()
         self._storing.clear()
         if (opened := self._open) is None:

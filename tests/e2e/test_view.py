@@ -494,6 +494,10 @@ def test_new_weights_are_noticed(method: Any, resets: int) -> None:
     with pytest.raises(RuntimeError):
         core_of(fail, is_idle=False).collective_rpc(method)
     assert watcher.resets == [True] * resets + [False] * resets
+    other = Watcher()  # another engine's, in the same process: the core is not known to be its own
+    vllm_engine.watch(other)
+    core.collective_rpc(method)
+    assert other.resets == [False] * resets
 
 
 def test_an_adapter_that_cannot_be_read_is_not_cached(tmp_path: Path) -> None:

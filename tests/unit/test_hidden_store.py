@@ -937,10 +937,8 @@ def test_clear_takes_hidden_states_along(bench: MakeBench) -> None:
     assert b.hs.retrieve_hidden_states(ids) is None
 
 
-def test_an_answer_that_comes_while_it_is_used_is_waited_for(
-    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The question about the KV is answered between two looks at it."""
+def rows_whose_kv_a_tier_has(bench: MakeBench) -> tuple[Bench, SlowTier, list[int]]:
+    """And the pool no longer."""
     tier = SlowTier()
     b = bench(tier=tier, kv_chunks=4, timeout=10)
     ids, other = prompt(4 * CHUNK), prompt(4 * CHUNK, 1)
@@ -950,6 +948,14 @@ def test_an_answer_that_comes_while_it_is_used_is_waited_for(
     b.hs.store_hidden_states(ids, rows_of(ids))
     settle(b)
     b.add_kv(other)
+    return b, tier, ids
+
+
+def test_an_answer_that_comes_while_it_is_used_is_waited_for(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question about the KV is answered between two looks at it."""
+    b, _, ids = rows_whose_kv_a_tier_has(bench)
     settle(b)
     add_to = Question.add_to
 
@@ -964,15 +970,7 @@ def test_an_answer_that_comes_while_it_is_used_is_waited_for(
 
 
 def test_kv_in_a_tier_only_keeps_its_rows(bench: MakeBench) -> None:
-    tier = SlowTier()
-    b = bench(tier=tier, kv_chunks=4, timeout=10)
-    ids, other = prompt(4 * CHUNK), prompt(4 * CHUNK, 1)
-    for end in range(CHUNK, 5 * CHUNK, CHUNK):
-        b.add_kv(ids[:end])
-        settle(b)
-    b.hs.store_hidden_states(ids, rows_of(ids))
-    settle(b)
-    b.add_kv(other)
+    b, tier, ids = rows_whose_kv_a_tier_has(bench)
     assert b.kv_engine.stats().evicted == {"full": 4}
     assert b.hs.num_cached_chunks == 4
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))

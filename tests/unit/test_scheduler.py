@@ -648,10 +648,14 @@ def test_what_vllm_still_has_of_other_weights_is_not_kept(world: World) -> None:
     again = Request("c", old.all_tokens)
     assert world.arrive(again, 256) == 0
     assert world.scheduler.match("c", 0) == 768
-    world.scheduler.reset()
+    world.scheduler.reset()  # of ours alone: vLLM's is as it was
     world.run_cold(Request("d", old.all_tokens))
-    assert world.arrive(Request("e", old.all_tokens), 128) == 640
-    for request_id in "abcde":
+    assert world.arrive(Request("e", old.all_tokens), 128) == 0
+    assert world.scheduler.match("e", 0) == 768
+    world.scheduler.reset(local_hits_are_new=True)
+    world.run_cold(Request("f", old.all_tokens))
+    assert world.arrive(Request("g", old.all_tokens), 128) == 640
+    for request_id in "abcdefg":
         world.scheduler.on_finished(request_id)
 
 
