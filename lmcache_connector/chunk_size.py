@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lmcache_connector.buffers import align_up
 from lmcache_connector.errors import ConfigError, UnsupportedModelError
-from lmcache_connector.groups import EngineGroupSpec, ReuseKind, align_up
+from lmcache_connector.groups import EngineGroupSpec, ReuseKind
 
 DEFAULT_CHUNK_TOKENS = 256
 

@@ -15,11 +15,10 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from lmcache_connector.buffers import PAGE_ALIGNMENT, align_up
 from lmcache_connector.errors import GeometryError
 
 EXCLUDED_ENGINE_GROUP = -1
-# Pages start at multiples of this in a stored object, so that kernels move 16-byte words.
-PAGE_ALIGNMENT = 16
 # EngineGroupInfo.extra_object_group_tag of rows of hidden states, which are objects of their own:
 # KV without its rows is then no hit, by the hit rule. Their group's tag begins with the prefix.
 HIDDEN_STATES = 1
@@ -119,11 +118,6 @@ class EngineGroupSpec(msgspec.Struct, frozen=True):
     # As its layers say; here for stages that hold none of them (0: the layers are enough).
     tokens_per_block: int = 0
     recurrent_state: bool = False
-
-
-def align_up(value: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` that is >= ``value``."""
-    return -(-value // multiple) * multiple
 
 
 class KVLayerGroupInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 import xxhash
 
+from lmcache_connector.errors import ProtocolError
 from lmcache_connector.hidden_states.rows import Layer, Piece, Prefix
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
@@ -24,7 +25,17 @@ _ONE_THREAD_ELEMENTS = 32768
 _T = TypeVar("_T")
 # Memory is copied faster by several threads, which hold no lock of Python's meanwhile.
 _COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
-_copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
+
+
+def _start_copiers() -> ThreadPoolExecutor:
+    global _copiers
+    _copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
+    return _copiers
+
+
+_copiers = _start_copiers()
+# A child has none of its parent's threads.
+os.register_at_fork(after_in_child=_start_copiers)
 
 
 class RowClient:
@@ -63,7 +74,7 @@ class RowClient:
                     self._know({piece.layer for piece in pieces})
                     pieces.sort(key=lambda piece: piece[:2])
                     keys = [(names[piece.position], piece.layer.tag) for piece in pieces]
-                    sizes = [[piece.content.nbytes] for piece in pieces]
+                    sizes = [[piece.layer.row_bytes(self._chunk_tokens)] for piece in pieces]
                     rows = list(map(NewRow, sizes, keys))
                     store_id, prefix = next(self._ids), names[: pieces[-1].position + 1]
                     reserved = self.store.prepare_store(store_id, rows, prefix)
@@ -101,7 +112,10 @@ class RowClient:
             if piece.position >= end:
                 break
             if slot:
-                view = self._memory.view(slot[0])
+                try:
+                    view = self._memory.view(slot[0])
+                except ProtocolError:  # not all of the pool is mapped here
+                    continue
                 content = _rows(view, piece.layer)
                 _copy(content, piece.content)
                 low, high = torch.aminmax(content)
@@ -178,6 +192,7 @@ class RowClient:
             return None
         corrupt: list[RowKey] = []
         outs: list[torch.Tensor] = []
+        copies: list[Future[None]] = []
 
         @torch.inference_mode(torch.is_inference_mode_enabled())  # the caller's
         def copy(part: int, step: int) -> None:
@@ -189,28 +204,29 @@ class RowClient:
                 if xxhash.xxh3_64_intdigest(view) != rows[index].digests[0]:
                     corrupt.append(keys[index])
 
-        is_held = self._memory.hold(incarnation)
+        is_held = is_read = self._memory.hold(incarnation)
         try:
             if is_held:
                 outs = make(len(rows) // len(layers) * self._chunk_tokens)
-            if all(out.is_cpu for out in outs):
-                copies = [
-                    _copiers.submit(copy, part, _COPIES_AT_ONCE)
-                    for part in range(min(_COPIES_AT_ONCE, len(rows) * len(outs)))
-                ]
-                for done in wait(copies).done:
-                    done.result()
-            else:
-                # In the order of the caller's stream.
-                copy(0, 1)
+                if all(out.is_cpu for out in outs):
+                    for part in range(min(_COPIES_AT_ONCE, len(rows))):
+                        copies.append(_copiers.submit(copy, part, _COPIES_AT_ONCE))
+                    for done in copies:
+                        done.result()
+                else:
+                    # In the order of the caller's stream.
+                    copy(0, 1)
+        except ProtocolError:
+            is_read = False  # not all of the pool is mapped here
         finally:
+            wait(copies)
             if is_held:
                 self._memory.drop()
             with self.lock:
                 self.store.complete_load(load_id, corrupt)
                 self.counts["read"] += len(rows)
                 self.counts["corrupt"] += len(corrupt)
-        return outs if is_held and not corrupt else None
+        return outs if is_read and not corrupt else None
 
 
 def _rows(view: memoryview, layer: Layer) -> torch.Tensor:

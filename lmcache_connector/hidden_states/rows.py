@@ -42,10 +42,6 @@ class Rows(NamedTuple):
     token_offset: int = 0
     extra: Extra | None = None
 
-    @property
-    def layer(self) -> Layer:
-        return Layer(self.layer_idx, self.hidden_states.dtype, self.hidden_states.shape[1])
-
 
 class Layer(NamedTuple):
     """How the rows of a layer look."""
@@ -62,12 +58,15 @@ class Layer(NamedTuple):
 
     def group(self, chunk_tokens: int) -> GroupShards:
         """Its rows in a store, one for a chunk."""
-        row_bytes = chunk_tokens * self.width * self.dtype.itemsize
-        return GroupShards(self.tag, [[row_bytes]], full=True)
+        return GroupShards(self.tag, [[self.row_bytes(chunk_tokens)]], full=True)
+
+    def row_bytes(self, chunk_tokens: int) -> int:
+        return chunk_tokens * self.width * self.dtype.itemsize
 
 
 class Piece(NamedTuple):
-    """A row to put: ``content``, [chunk, hidden], of the chunk that ``names[position]`` names."""
+    """A row to put: ``content``, [chunk, hidden], of the chunk that ``names[position]`` names. It
+    becomes the dtype of ``layer``."""
 
     position: int
     layer: Layer
@@ -89,9 +88,12 @@ class Partials:
         # With the number of calls that left the same: each may go on in its own way.
         self._held: OrderedDict[bytes, tuple[torch.Tensor, int]] = OrderedDict()
 
-    def assemble(self, item: Rows, names: Sequence[bytes], size: int) -> list[Piece]:
-        """The chunks that are whole with these rows; the rest of them waits for more."""
-        rows, layer, start, end = item.hidden_states, item.layer, item.token_offset, len(item[0])
+    # What one call leaves another writes to, whichever mode it runs in.
+    @torch.inference_mode(False)
+    def assemble(self, item: Rows, layer: Layer, names: Sequence[bytes], size: int) -> list[Piece]:
+        """The chunks that are whole with these rows; the rest of them waits for more, as rows of
+        ``layer``."""
+        rows, start, end = item.hidden_states, item.token_offset, len(item.token_ids)
 
         def key(end: int) -> bytes:
             first = end // size * size
@@ -108,7 +110,7 @@ class Partials:
                 if first < start:
                     partial = self._take(key(start))
                 else:
-                    partial = torch.empty((size, layer.width), dtype=layer.dtype)
+                    partial = torch.empty((size, layer.width), dtype=layer.dtype, device="cpu")
                 if partial is None:
                     continue
                 partial[max(0, start - first) :][: len(chunk)] = chunk

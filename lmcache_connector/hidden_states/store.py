@@ -6,8 +6,11 @@ their chunk is there; of a prefix, as far as all layers that are asked for reach
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import operator
+import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Unpack
@@ -16,6 +19,7 @@ import torch
 
 from lmcache_connector.hidden_states.client import RowClient
 from lmcache_connector.hidden_states.rows import DTYPES, How, Ids, Layer, Partials, Prefix, Rows
+from lmcache_connector.hidden_states.staging import RowStaging
 from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server.client import PoolClient
@@ -23,10 +27,11 @@ from lmcache_connector.storage.base import Store
 
 logger = init_logger(__name__)
 
-# Rows whose chunk is not whole, and rows that wait for the helper thread: enough for hundreds of
-# requests. What is more is not stored.
+# Rows whose chunk is not whole: enough for hundreds of requests. What is more is not stored.
 _MAX_PARTIAL_BYTES = 1 << 30
-_MAX_QUEUED_BYTES = 256 << 20
+# Rows that wait for the helper thread, on each device: those of a few steps.
+_STAGING_BYTES = 128 << 20
+_MAX_LAYER = (1 << 31) - 1
 _HUGE = 2 << 20
 _libc = ctypes.CDLL(None)
 
@@ -64,8 +69,10 @@ class HiddenStateStore:
         self._layers: dict[int, Layer] = {}
         self._told: dict[str, int] = {}
         self._partials = Partials(_MAX_PARTIAL_BYTES)
-        # Bytes of what the helper thread has not stored yet.
-        self._queued: dict[Future[None], int] = {}
+        self._staging: dict[torch.device, RowStaging | None] = {}
+        # What is staged is handed to the helper thread in the same order.
+        self._staging_lock = threading.Lock()
+        self._queued: set[Future[None]] = set()
         self._helper = ThreadPoolExecutor(1, "lmcache-hidden")
         if store is not None and memory is not None and database is not None:
             self.attach(store, memory, database)
@@ -109,51 +116,68 @@ class HiddenStateStore:
         """``store_hidden_states`` of each. Layers of a prefix that does not fit as a whole end up
         equally long, if they share their ``token_ids`` and ``extra``.
 
-        With ``non_blocking`` rows are copied and stored by a helper thread: the answer is 0, see
-        ``flush``.
+        With ``non_blocking`` rows are copied aside and stored by a helper thread: the answer is 0,
+        see ``flush``. Those that never fit there, or are on several devices, are waited for.
         """
         items = [self._checked(item) for item in items]
         nothing, attached = [0] * len(items), self._attached
-        if attached is None or not (non_blocking or self.flush()):
+        if attached is None or (non_blocking and self._store_later(items, attached)):
             return nothing
-        if not non_blocking:
-            return self._store_now(items, attached)
-        num_bytes = sum(item.hidden_states.nbytes for item in items)
-        if sum(list(self._queued.values())) + num_bytes > _MAX_QUEUED_BYTES:
-            warn_every(logger, "queue", 60.0, "hidden states come faster than they are stored")
-            return nothing
-        items = [item._replace(hidden_states=item.hidden_states.clone()) for item in items]
-        stream = None
-        for device in {item.hidden_states.device for item in items if item.hidden_states.is_cuda}:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-        try:
-            future = self._helper.submit(self._store_later, items, stream, attached)
-        except RuntimeError:  # closed
-            return nothing
-        self._queued[future] = num_bytes
-        future.add_done_callback(self._queued.pop)
-        return nothing
+        return self._store_now(items, attached) if self.flush() else nothing
 
-    def _store_later(
-        self, items: list[Rows], stream: torch.cuda.Stream | None, attached: Attached
-    ) -> None:
+    def _store_later(self, items: Sequence[Rows], attached: Attached) -> bool:
+        """Let the helper thread store copies, or drop what is too much; False when they cannot
+        be stored so."""
+        items = [item for item in items if len(item.hidden_states)]
+        rows = [item.hidden_states for item in items]
+        with self._staging_lock:
+            stagings = {self._staging_of(each.device) for each in rows}
+            staging = stagings.pop() if len(stagings) == 1 else None
+            if staging is None or not staging.has_room(rows):
+                return not items
+            if (copies := staging.put(rows)) is None:
+                warn_every(logger, "queue", 60.0, "hidden states come faster than they are stored")
+                return True
+            items = [
+                item._replace(hidden_states=copy) for item, copy in zip(items, copies, strict=True)
+            ]
+            with contextlib.suppress(RuntimeError):  # closed
+                future = self._helper.submit(self._store_staged, items, staging, attached)
+                self._queued.add(future)
+                future.add_done_callback(self._queued.discard)
+        return True
+
+    def _staging_of(self, device: torch.device) -> RowStaging | None:
+        if device not in self._staging:
+            try:
+                self._staging[device] = RowStaging(device, _STAGING_BYTES)
+            except RuntimeError as error:
+                logger.warning("hidden states on %s are waited for, unstaged: %s", device, error)
+                self._staging[device] = None
+        return self._staging[device]
+
+    def _store_staged(self, items: list[Rows], staging: RowStaging, attached: Attached) -> None:
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(staging.stream):
                 self._store_now(items, attached)
         except Exception:
             logger.exception("hidden states could not be stored")
+        finally:
+            with self._staging_lock:
+                staging.release_oldest()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Whether all that was given ``non_blocking`` is dealt with, within ``timeout`` seconds."""
         return not wait(list(self._queued), self._timeout if timeout is None else timeout).not_done
 
     def _checked(self, item: Rows) -> Rows:
-        rows, offset, size = item.hidden_states, item.token_offset, len(item.token_ids)
-        if rows.ndim != 2 or rows.dtype not in DTYPES or not rows.shape[1]:
+        rows, offset, size = item.hidden_states.detach(), item.token_offset, len(item.token_ids)
+        item = item._replace(hidden_states=rows, layer_idx=_index(item.layer_idx))
+        is_plain = rows.layout is torch.strided and rows.device.type in ("cpu", "cuda")
+        if not is_plain or rows.ndim != 2 or rows.dtype not in DTYPES or not rows.shape[1]:
             raise ValueError(
-                f"hidden states are [tokens, hidden] of {', '.join(map(str, DTYPES))}, not "
-                f"{list(rows.shape)} of {rows.dtype}"
+                f"hidden states are [tokens, hidden] of {', '.join(map(str, DTYPES))}, dense, on "
+                f"the CPU or a GPU, not {list(rows.shape)} of {rows.dtype} on {rows.device}"
             )
         if not 0 <= offset <= size or len(rows) != size - offset:
             raise ValueError(f"{len(rows)} rows were given for the tokens {offset} to {size}")
@@ -161,11 +185,11 @@ class HiddenStateStore:
             text = f"rows of layer {item.layer_idx} are not stored: not in hidden_state_layers"
             warn_every(logger, "layer", 60.0, text)
             return item._replace(token_ids=(), hidden_states=rows[:0], token_offset=0)
-        if self._kept_as == "float32":
-            item = item._replace(hidden_states=rows.float())
-        known = self._layers.setdefault(item.layer_idx, item.layer)
-        if known != item.layer:
-            raise ValueError(f"this layer's rows are {known.tag}, given were {item.layer.tag}")
+        dtype = torch.float32 if self._kept_as == "float32" else rows.dtype
+        layer = Layer(item.layer_idx, dtype, rows.shape[1])
+        known = self._layers.setdefault(item.layer_idx, layer)
+        if known != layer:
+            raise ValueError(f"this layer's rows are {known.tag}, given were {layer.tag}")
         if self._default not in (None, known[1:]):
             text = f"rows are {known.tag}, hits of requests are told by those of {self._default}"
             warn_every(logger, "default", 600.0, text)
@@ -180,7 +204,8 @@ class HiddenStateStore:
             if same not in prefixes:
                 prefixes[same] = _names(database, item.token_ids, item.extra), []
             names, pieces = prefixes[same]
-            chunks.append(self._partials.assemble(item, names, database.chunk_tokens))
+            layer, size = self._layers.get(item.layer_idx), database.chunk_tokens
+            chunks.append(self._partials.assemble(item, layer, names, size) if layer else [])
             pieces += chunks[-1]
         stored = set(map(id, client.put([prefix for prefix in prefixes.values() if prefix[1]])))
         return [sum(id(piece) in stored for piece in pieces) for pieces in chunks]
@@ -210,17 +235,23 @@ class HiddenStateStore:
         than ``min_rows``.
 
         Raises:
-            ValueError: an ``out`` of another width or without room.
+            ValueError: an ``out`` of another width or without room, or one that cannot hold all
+                rows; another dtype than those of rows.
         """
+        if how.get("dtype") not in (None, *DTYPES):
+            raise ValueError(f"dtype is {how['dtype']}, not one of {', '.join(map(str, DTYPES))}")
         if (asked := self._ask(token_ids, layer_idxs, how.get("extra"))) is None:
             return None
         client, layers, hashes, size = asked
-        outs = how.get("out") or {}
-        assert not isinstance(outs, torch.Tensor)
+        outs = how.get("out")
+        if isinstance(outs, torch.Tensor):
+            raise ValueError("out of several layers is a mapping, from layer index to tensor")
+        outs = {} if outs is None else outs
         for layer in layers:
-            out, needed = outs.get(layer.layer_idx), (len(hashes) * size, layer.width)
-            if out is not None and (out.shape[1:] != needed[1:] or len(out) < needed[0]):
-                raise ValueError(f"out is {list(out.shape)}, it needs to be {list(needed)}")
+            if (out := outs.get(layer.layer_idx)) is not None:
+                _check_out(out, len(hashes) * size, layer.width)
+        if len({out.data_ptr() for out in outs.values()}) < len(outs):
+            raise ValueError("out is the same memory for several layers")
 
         def make(num_tokens: int) -> list[torch.Tensor]:
             return [
@@ -256,7 +287,7 @@ class HiddenStateStore:
     ) -> tuple[RowClient, list[Layer], list[bytes], int] | None:
         """Whom to ask for what; None where nothing can be there."""
         layers = []
-        for index in dict.fromkeys(layer_idxs):
+        for index in dict.fromkeys(map(_index, layer_idxs)):
             layer = self._layers.get(index) or (self._default and Layer(index, *self._default))
             if layer is None or not (self._allowed is None or index in self._allowed):
                 return None
@@ -297,9 +328,28 @@ class HiddenStateStore:
         self._attached = None
 
 
+def _index(layer_idx: int) -> int:
+    """A plain number: True and 1 would be two layers with rows under one key."""
+    index = int(operator.index(layer_idx))
+    if abs(index) > _MAX_LAYER:
+        raise ValueError(f"layer_idx {index} is beyond {_MAX_LAYER}")
+    return index
+
+
+def _check_out(out: torch.Tensor, num_tokens: int, width: int) -> None:
+    if out.ndim != 2 or len(out) < num_tokens or out.shape[1] != width:
+        raise ValueError(f"out is {list(out.shape)}, it needs to be {[num_tokens, width]}")
+    (step, count), (stride, _) = sorted(zip(out.stride(), out.shape, strict=True))
+    if out.dtype not in DTYPES or out.requires_grad or not 0 < step * count <= stride:
+        raise ValueError(
+            f"out is {out.dtype} with strides {out.stride()}: it needs to be one of "
+            f"{', '.join(map(str, DTYPES))} without grad, whose rows do not overlap"
+        )
+
+
 def _empty(shape: tuple[int, int], dtype: torch.dtype, how: How) -> torch.Tensor:
     """On the CPU in huge pages: memory takes longer to get in small ones than to copy to."""
-    tensor = torch.empty(shape, dtype=dtype, device=how.get("device"))
+    tensor = torch.empty(shape, dtype=dtype, device=how.get("device") or "cpu")
     first = -(-tensor.data_ptr() // _HUGE) * _HUGE
     num_bytes = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - first
     if tensor.is_cpu and num_bytes > 0:

@@ -21,8 +21,9 @@ import msgspec
 import zmq
 
 from lmcache_connector import __version__
+from lmcache_connector.buffers import align_up
 from lmcache_connector.errors import ConnectorError, GeometryError, ProtocolError
-from lmcache_connector.groups import FULL, align_up
+from lmcache_connector.groups import FULL
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server import messages

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lmcache_connector.groups import align_up
+from lmcache_connector.buffers import align_up
 from lmcache_connector.metadata import SlotRef
 
 SLOT_ALIGNMENT = 4096

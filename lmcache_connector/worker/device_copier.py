@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_connector.buffers import StagingRing
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.worker.staging import (
     STAGING_ALIGNMENT,
     PageJob,
-    StagingRing,
     real_blocks,
     split_job,
 )

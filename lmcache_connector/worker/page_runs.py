@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache_connector.buffers import PAGE_ALIGNMENT, align_up
 from lmcache_connector.errors import GeometryError
-from lmcache_connector.groups import PAGE_ALIGNMENT, align_up
 
 # Every run costs the kernel an address to read and the CPU path a copy call of its own. 4096
 # leave room for 128 layers x 32 heads; beyond that a block falls into pieces so small that

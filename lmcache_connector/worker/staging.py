@@ -5,14 +5,13 @@ Pure: no device, no memory is touched.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_connector.groups import PAGE_ALIGNMENT, align_up
+from lmcache_connector.buffers import PAGE_ALIGNMENT, align_up
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -94,33 +93,3 @@ def split_job(job: PageJob, area_bytes: int) -> Iterator[PageJob]:
                 slot_addresses=job.slot_addresses + first,
             )
             yield from split_job(part, area_bytes)
-
-
-class StagingRing:
-    """Hands out contiguous parts of ``capacity`` bytes and takes them back oldest first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._parts: deque[tuple[int, int]] = deque()  # [start, end), oldest first
-
-    def take(self, nbytes: int) -> int | None:
-        """Offset of ``nbytes`` free bytes; None, and nothing changed, when there is no room."""
-        assert nbytes > 0
-        start = self._find(nbytes)
-        if start is not None:
-            self._parts.append((start, start + nbytes))
-        return start
-
-    def _find(self, nbytes: int) -> int | None:
-        if not self._parts:
-            return 0 if nbytes <= self.capacity else None
-        oldest, end = self._parts[0][0], self._parts[-1][1]
-        if end <= oldest:  # wrapped: free is what lies between
-            return end if nbytes <= oldest - end else None
-        if nbytes <= self.capacity - end:
-            return end
-        return 0 if nbytes <= oldest else None
-
-    def release_oldest(self) -> None:
-        """Take back the part that was handed out first."""
-        self._parts.popleft()

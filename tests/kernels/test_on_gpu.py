@@ -42,6 +42,7 @@ def _find_package() -> None:
 _find_package()
 
 from lmcache_connector import triton_kernels  # noqa: E402
+from lmcache_connector.hidden_states.staging import RowStaging  # noqa: E402
 from lmcache_connector.triton_kernels import paged_copy, reference  # noqa: E402
 from lmcache_connector.worker.device_copier import DeviceCopier  # noqa: E402
 from lmcache_connector.worker.staging import PageJob  # noqa: E402
@@ -316,6 +317,24 @@ def test_store_takes_what_a_running_kernel_leaves_and_not_what_comes_after() -> 
         assert (slots[:, index] == index + 1).all()
     torch.cuda.synchronize()
     copier.close()
+
+
+def test_staged_rows_are_those_of_a_running_kernel_and_not_what_comes_after() -> None:
+    staging = RowStaging(DEVICE, 8 * MIB)
+    rows = torch.zeros(1024, 1024, dtype=torch.bfloat16, device=DEVICE)
+    found = []
+    for turn in range(8):  # more than fits at once
+        _long_kernel()
+        rows.fill_(turn + 1)
+        copies = staging.put([rows[:, :512], rows[::2]])
+        rows.fill_(-1)
+        with torch.cuda.stream(staging.stream):
+            found.append([copy.cpu() for copy in copies])
+        staging.release_oldest()
+    for turn, copies in enumerate(found):
+        assert [copy.shape for copy in copies] == [(1024, 512), (512, 1024)]
+        assert all((copy == turn + 1).all() for copy in copies)
+    torch.cuda.synchronize()
 
 
 def test_load_writes_after_a_running_kernel() -> None:

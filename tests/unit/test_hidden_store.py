@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lmcache_connector.errors import ProtocolError
 from lmcache_connector.hidden_states import store as store_module
 from lmcache_connector.hidden_states.rows import Rows
 from lmcache_connector.hidden_states.store import HiddenStateStore
@@ -217,6 +222,8 @@ def test_the_prefix_is_strict_and_of_whole_chunks(bench: MakeBench) -> None:
         (torch.zeros(CHUNK, 4), 1, "8 rows were given for the tokens 1 to 8"),
         (torch.zeros(0, 4), 9, "9 to 8"),
         (torch.zeros(9, 4), -1, "-1 to 8"),
+        (torch.zeros(CHUNK, 4).to_sparse(), 0, "dense"),
+        (torch.zeros(CHUNK, 4, device="meta"), 0, "on meta"),
     ],
 )
 def test_what_cannot_be_rows_of_the_tokens_is_refused(
@@ -225,6 +232,33 @@ def test_what_cannot_be_rows_of_the_tokens_is_refused(
     b = bench()
     with pytest.raises(ValueError, match=text):
         b.hs.store_hidden_states(prompt(CHUNK), rows, token_offset=offset)
+
+
+@pytest.mark.parametrize("index", [1 << 31, -(1 << 31), 1 << 200])
+def test_a_layer_that_no_model_has_is_refused(bench: MakeBench, index: int) -> None:
+    b = bench(default=(torch.bfloat16, WIDTH))
+    ids = prompt(CHUNK)
+    for use in (
+        lambda: b.hs.store_hidden_states(ids, rows_of(ids), layer_idx=index),
+        lambda: b.hs.retrieve_hidden_states(ids, layer_idx=index),
+        lambda: b.hs.coverage(ids, [index]),
+        lambda: b.hs.has_chunk(ids, index),
+    ):
+        with pytest.raises(ValueError, match="layer_idx"):
+            use()
+    with pytest.raises(TypeError):
+        b.hs.coverage(ids, ["0"])
+
+
+@pytest.mark.parametrize("index", [True, np.int64(1), torch.tensor(1)])
+def test_a_layer_is_the_same_in_whatever_way_it_is_named(bench: MakeBench, index: Any) -> None:
+    b = bench()
+    ids = prompt(2 * CHUNK)
+    b.add_kv(ids)
+    assert b.hs.store_hidden_states(ids, rows_of(ids), layer_idx=index) == 2
+    assert b.tags()[0] == f"hs1-bfloat16-{WIDTH}"
+    assert b.hs.coverage(ids, [1]) == 2 * CHUNK
+    assert torch.equal(b.hs.retrieve_layers(ids, [index])[1], rows_of(ids))
 
 
 def test_tokens_that_are_no_ids_are_refused(bench: MakeBench) -> None:
@@ -376,8 +410,84 @@ def test_rows_go_where_they_are_wanted(bench: MakeBench) -> None:
     for bad in (torch.zeros(3 * CHUNK - 1, WIDTH), torch.zeros(3 * CHUNK, WIDTH + 1)):
         with pytest.raises(ValueError, match="out is"):
             b.hs.retrieve_hidden_states(ids, out=bad)
+    row, other = torch.zeros(WIDTH), torch.zeros(3 * CHUNK, WIDTH)
+    for bad in (
+        row.expand(3 * CHUNK, WIDTH),
+        torch.zeros(4 * CHUNK + WIDTH).as_strided((3 * CHUNK, WIDTH), (1, 1)),
+        torch.zeros(3 * CHUNK, 1).expand(3 * CHUNK, WIDTH),
+        torch.zeros(3 * CHUNK * WIDTH).as_strided((3 * CHUNK, WIDTH), (WIDTH - 1, 1)),
+        other.int(),
+        other.bool(),
+        other.clone().requires_grad_(),
+    ):
+        with pytest.raises(ValueError, match="do not overlap"):
+            b.hs.retrieve_hidden_states(ids, out=bad)
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, out=other.T.contiguous().T)[:1], rows[:1])
+    with pytest.raises(ValueError, match="int64"):
+        b.hs.retrieve_hidden_states(ids, dtype=torch.int64)
+    with pytest.raises(ValueError, match="mapping"):
+        b.hs.retrieve_layers(ids, [0], out=other)
     meta = b.hs.retrieve_hidden_states(ids, device="meta")
     assert (meta.device.type, meta.shape) == ("meta", (2 * CHUNK, WIDTH))
+
+
+def test_layers_go_to_one_tensor_side_by_side(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(3 * CHUNK)
+    b.add_kv(ids)
+    for layer in range(2):
+        b.hs.store_hidden_states(ids, rows_of(ids, layer=layer), layer_idx=layer)
+    taps = torch.zeros(3 * CHUNK, 2, WIDTH)
+    b.hs.retrieve_layers(ids, [0, 1], out={0: taps[:, 0], 1: taps[:, 1]})
+    for layer in range(2):
+        assert torch.equal(taps[:, layer], rows_of(ids, layer=layer).float())
+    with pytest.raises(ValueError, match="same memory"):
+        b.hs.retrieve_layers(ids, [0, 1], out={0: taps[:, 0], 1: taps[:, 0]})
+
+
+def test_rows_are_on_the_cpu_wherever_tensors_are_made_by_default(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(2 * CHUNK)
+    rows = rows_of(ids)
+    b.add_kv(ids)
+    with torch.device("meta"):
+        for first in range(0, 2 * CHUNK, 3):
+            part = rows[first : first + 3]
+            b.hs.store_hidden_states(ids[: first + 3], part, token_offset=first)
+        assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows)
+
+
+def test_rows_of_a_graph_are_stored_without_it(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(4 * CHUNK)
+    rows = rows_of(ids).float().requires_grad_()
+    b.add_kv(ids)
+    for first, non_blocking in ((0, False), (2 * CHUNK, True)):
+        for begin in (first, first + CHUNK + 3):
+            end = 2 * CHUNK + first if begin > first else begin + CHUNK + 3
+            part = rows[begin:end] * 1
+            b.hs.store_hidden_states(ids[:end], part, token_offset=begin, non_blocking=non_blocking)
+            assert b.hs.flush(10)
+    found = b.hs.retrieve_hidden_states(ids)
+    assert not found.requires_grad
+    assert torch.equal(found, rows.detach())
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_a_chunk_is_put_together_in_and_out_of_inference_mode(
+    bench: MakeBench, modes: tuple[bool, bool]
+) -> None:
+    b = bench()
+    ids = prompt(CHUNK)
+    b.add_kv(ids)
+    # Twice: what two requests share is copied when the first one takes it.
+    for _ in range(2):
+        with torch.inference_mode(modes[0]):
+            b.hs.store_hidden_states(ids[:3], rows_of(ids)[:3])
+    for _ in range(2):
+        with torch.inference_mode(modes[1]):
+            b.hs.store_hidden_states(ids, rows_of(ids)[3:], token_offset=3)
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
 
 
 def test_rows_that_are_not_contiguous_are_stored(bench: MakeBench) -> None:
@@ -772,6 +882,46 @@ def test_memory_that_is_gone_is_a_miss(bench: MakeBench) -> None:
     assert time.monotonic() - began < 1
 
 
+def test_memory_that_is_mapped_in_part_is_a_miss(bench: MakeBench) -> None:
+    b = bench()
+    ids, others = prompt(4 * CHUNK), prompt(2 * CHUNK, 1)
+    b.add_kv(ids)
+    b.add_kv(others)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    real, seen = b.memory.view, []
+
+    def view(slot: SlotRef) -> memoryview:
+        seen.append(slot)
+        if len(seen) == 2:
+            raise ProtocolError(f"{slot} is in an extent that is not mapped")
+        return real(slot)
+
+    b.memory.view = view
+    assert b.hs.retrieve_hidden_states(ids) is None
+    seen.clear()
+    assert b.hs.store_hidden_states(others, rows_of(others)) == 1
+    b.memory.view = real
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
+    assert b.hs.coverage(others) == CHUNK
+    assert b.hs.stats()["corrupt"] == 0
+
+
+def test_a_forked_child_reads(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(4 * CHUNK)
+    b.add_kv(ids)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    assert b.hs.retrieve_hidden_states(ids) is not None  # Threads are there.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        same = torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_an_error_while_copying_ends_the_store(bench: MakeBench) -> None:
     b = bench()
     ids = prompt(2 * CHUNK)
@@ -831,7 +981,7 @@ def test_rows_are_stored_without_waiting(bench: MakeBench) -> None:
 def test_what_waits_for_the_helper_thread_is_bounded(
     bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_MAX_QUEUED_BYTES", 5 * PAGE)
+    monkeypatch.setattr(store_module, "_STAGING_BYTES", 5 * PAGE)
     b = bench(timeout=0.2)
     prompts = [prompt(2 * CHUNK, seed) for seed in range(4)]
     for ids in prompts:
@@ -849,6 +999,68 @@ def test_what_waits_for_the_helper_thread_is_bounded(
     assert b.hs.flush(10)
     assert [b.hs.coverage(ids) for ids in prompts] == [2 * CHUNK, 2 * CHUNK, 0, 0]
     assert not b.hs._queued
+
+
+def test_what_never_fits_the_staging_memory_is_waited_for(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_STAGING_BYTES", 2 * PAGE)
+    b = bench()
+    ids, small = prompt(3 * CHUNK), prompt(2 * CHUNK, 1)
+    b.add_kv(ids)
+    b.add_kv(small)
+    assert b.hs.store_hidden_states(small, rows_of(small), non_blocking=True) == 0
+    assert b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True) == 3
+    assert b.hs.coverage(small) == 2 * CHUNK
+
+
+def test_without_staging_memory_rows_are_waited_for(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_module, "_STAGING_BYTES", 1 << 60)
+    b = bench()
+    for seed in range(2):
+        ids = prompt(2 * CHUNK, seed)
+        b.add_kv(ids)
+        assert b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True) == 2
+    assert caplog.text.count("are waited for, unstaged") == 1
+
+
+@pytest.mark.parametrize("kept_as", ["native", "float32"])
+def test_staging_memory_is_used_again_and_again_and_mixes_nothing(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, kept_as: str
+) -> None:
+    """By threads whose rows come at once, in pieces that end anywhere, in and out of inference
+    mode."""
+    monkeypatch.setattr(store_module, "_STAGING_BYTES", 4 * PAGE)
+    b = bench(kept_as=kept_as, timeout=10.0, chunks=256)
+    prompts = [prompt(6 * CHUNK, seed) for seed in range(3)]
+
+    def write(ids: list[int]) -> None:
+        draw, first = random.Random(ids[0]), 0
+        while first < len(ids):
+            end = min(len(ids), first + draw.randrange(1, 2 * CHUNK))
+            with torch.inference_mode(draw.random() < 0.5):
+                items = [
+                    Rows(ids[:end], rows_of(ids, layer=layer)[first:end], layer, first)
+                    for layer in (0, 1)
+                ]
+                b.hs.store_batch(items, non_blocking=True)
+                for item in items:
+                    item.hidden_states.fill_(-1)
+            assert b.hs.flush(20)
+            first = end
+
+    for ids in prompts:
+        b.add_kv(ids)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(write, prompts))
+    for ids in prompts:
+        # Rows may have been dropped, where all came at once.
+        found = b.hs.retrieve_layers(ids, [0, 1]) or {}
+        for layer, rows in found.items():
+            assert torch.equal(rows, rows_of(ids, layer=layer)[: len(rows)].to(rows.dtype))
+    assert b.hs.stats()["stored"] > 12
 
 
 def test_an_error_of_the_helper_thread_is_logged(

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmcache_connector.buffers import align_up
 from lmcache_connector.groups import (
     FULL,
     STATE,
@@ -24,7 +25,6 @@ from lmcache_connector.groups import (
     LayerSpec,
     ReuseKind,
     ReuseRule,
-    align_up,
     validate_geometry,
 )
 from lmcache_connector.triton_kernels.reference import gather_pages, scatter_pages

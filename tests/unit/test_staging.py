@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_connector.worker.staging import PageJob, StagingRing, real_blocks, split_job
+from lmcache_connector.buffers import StagingRing
+from lmcache_connector.worker.staging import PageJob, real_blocks, split_job
 
 
 def make_job(num_runs: int, run_bytes: int, run_pitch: int, num_blocks: int) -> PageJob:
