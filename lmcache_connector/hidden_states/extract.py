@@ -58,7 +58,7 @@ class Extractor:
             self._sent.update(op.request_id for op in step.finished)
             return
         for request_id in step.dropped:
-            self._drop(request_id, self.writer)
+            self._drop(request_id)
         for op in step.finished:
             self._export(op, self.writer)
         # Last: an id may be used again.
@@ -75,11 +75,9 @@ class Extractor:
                 warn_every(logger, "lock", 60.0, "readers of %s will not wait: %s", path, error)
         return None
 
-    def _drop(self, request_id: str, writer: ExportWriter) -> None:
+    def _drop(self, request_id: str) -> None:
         path, lock = self._begun.pop(request_id, ("", None))
-        if URL.fullmatch(path):
-            writer.refuse(Export(path, (), None), "the request has ended without all of its rows")
-        elif lock is not None:
+        if lock is not None:  # without one nobody waits: the place was not told
             with contextlib.suppress(OSError):  # nobody holds it, whether it goes or stays
                 files.remove(path, keep_hidden_states=True)
             os.close(lock)
@@ -136,5 +134,5 @@ class Extractor:
         self.take_sent()
         if self.writer is not None:
             for request_id in list(self._begun):
-                self._drop(request_id, self.writer)
+                self._drop(request_id)
             self.writer.close()

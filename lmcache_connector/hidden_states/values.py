@@ -8,7 +8,7 @@ form of all values of tiers, checksums included.
 from __future__ import annotations
 
 import atexit
-import functools
+import threading
 import time
 from typing import Annotated, Literal
 
@@ -28,8 +28,8 @@ _REST_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _Length = Annotated[int, msgspec.Meta(gt=0)]
 _Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-# Error; dtype; tokens, layers, hidden; tap ids with commas between.
-_Head = tuple[str, _Dtype, tuple[_Length, _Length, _Length], str]
+# Error; dtype; tokens, layers, hidden; tap ids with commas between; digests of rows and token ids.
+_Head = tuple[str, _Dtype, tuple[_Length, _Length, _Length], str, tuple[int, ...]]
 
 
 class _Outlet:
@@ -40,40 +40,55 @@ class _Outlet:
         self.rests_until = 0.0
         atexit.register(self.tier.close)
 
-    def put(self, name: str, *parts: memoryview) -> None:
+    def put(self, name: str, *parts: memoryview) -> list[int]:
+        """The digests of ``parts``."""
         if time.monotonic() < self.rests_until:
             raise base.TierError("it took nothing a moment ago; it is not tried again yet")
-        header = base.pack_header(name, [*map(len, parts)], [*map(xxh3_64_intdigest, parts)])
+        digests = [*map(xxh3_64_intdigest, parts)]
+        header = base.pack_header(name, [*map(len, parts)], digests)
         self.tier.put(name, [memoryview(header), *parts])
+        return digests
 
-    def get(self, name: str, *parts: memoryview) -> bool:
-        """Fill ``parts``; False when there is no value of their sizes."""
+    def get(self, name: str, *parts: memoryview) -> list[int] | None:
+        """Fill ``parts``, and their digests; None when there is no value of their sizes."""
         header = memoryview(bytearray(base.header_bytes(len(parts))))
         if not self.tier.get(name, [header, *parts]):
-            return False
+            return None
         digests = base.unpack_header(bytes(header), name, [*map(len, parts)])
         if digests != [*map(xxh3_64_intdigest, parts)]:
             raise ExtractionError(f"{name} is damaged: its checksums do not match")
-        return True
+        return digests
 
 
-# Once in a process: no other knows what is in its memory://. Raises ConfigError or TierError when
-# the tier cannot be used as written.
-open_outlet = functools.cache(_Outlet)
+_opened: dict[str, _Outlet] = {}
+_opening = threading.Lock()
+
+
+def open_outlet(url: str) -> _Outlet:
+    """Once in a process: no other knows what is in its memory://.
+
+    Raises:
+        ConfigError, TierError: the tier cannot be used as written.
+    """
+    with _opening:
+        if url not in _opened:
+            _opened[url] = _Outlet(url)
+        return _opened[url]
 
 
 def write(url: str, rows: torch.Tensor, token_ids: torch.Tensor, layers: str) -> None:
     """Raises TierError when it could not be done; no reader has seen anything then."""
     outlet, rows_name, head_name = _place(url)
-    outlet.put(rows_name, _bytes_of(rows), _bytes_of(token_ids))
-    outlet.put(head_name, _pack("", str(rows.dtype).removeprefix("torch."), rows.shape, layers))
+    digests = outlet.put(rows_name, _bytes_of(rows), _bytes_of(token_ids))
+    dtype = str(rows.dtype).removeprefix("torch.")
+    outlet.put(head_name, _pack("", dtype, rows.shape, layers, digests))
 
 
 def write_error(url: str, reason: str) -> None:
     """Say that the rows never come."""
     outlet, _, head_name = _place(url)
     try:
-        outlet.put(head_name, _pack(reason[:_MAX_REASON], "float32", (1, 1, 1), ""))
+        outlet.put(head_name, _pack(reason[:_MAX_REASON], "float32", (1, 1, 1), "", ()))
     except base.TierError:
         outlet.rests_until = time.monotonic() + _REST_SECONDS
         raise
@@ -88,15 +103,18 @@ def load(url: str, timeout: float) -> tuple[dict[str, torch.Tensor], str]:
             raise TimeoutError(f"{url} is not there after {timeout:g} s")
         time.sleep(_POLL_SECONDS)
     try:
-        error, dtype, shape, layers = msgspec.json.decode(packed, type=_Head)
+        error, dtype, shape, layers, digests = msgspec.json.decode(packed, type=_Head)
         rows = torch.empty(shape, dtype=getattr(torch, dtype))
         token_ids = torch.empty(shape[0], dtype=torch.int64)
     except (ValueError, TypeError, RuntimeError) as problem:
         raise ExtractionError(f"{url}: its head makes no sense: {problem}") from None
     if error:
         raise ExtractionError(f"{url}: {error}")
-    if not outlet.get(rows_name, _bytes_of(rows), _bytes_of(token_ids)):
+    found = outlet.get(rows_name, _bytes_of(rows), _bytes_of(token_ids))
+    if found is None:
         raise ExtractionError(f"{url}: the tier does not have its rows any more")
+    if found != [*digests]:
+        raise ExtractionError(f"{url}: its rows are not those that its head tells of")
     return {"hidden_states": rows, "token_ids": token_ids}, layers
 
 

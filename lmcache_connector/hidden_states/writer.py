@@ -23,6 +23,7 @@ logger = init_logger(__name__)
 
 # Rows are screened in pieces of about this many elements.
 _PIECE_ELEMENTS = 1 << 22
+_HEADER_BYTES = 1024  # of a file, or a little less
 
 
 @dataclass(slots=True)
@@ -44,7 +45,8 @@ class Export:
         try:
             if refusal is not None:
                 warn_every(logger, "refused", 60.0, "no export %s: %s", self.path, refusal)
-                files.write_error(self.path, refusal)
+                # It may quote what no file can hold.
+                files.write_error(self.path, refusal.encode(errors="backslashreplace").decode())
         except (OSError, ValueError, ConnectorError) as error:
             warn_every(logger, "marker", 60.0, "no error marker for %s: %s", self.path, error)
         finally:
@@ -120,7 +122,8 @@ class ExportWriter:
     def _write(self, export: Export) -> str | None:
         # Embeddings alone may be zero.
         refusal = screen(export.rows, may_be_zero=export.layers == (0,))
-        refusal = refusal or self._reserve(export.rows.nbytes)
+        nbytes = export.rows.nbytes + export.token_ids.nbytes + _HEADER_BYTES
+        refusal = refusal or self._reserve(nbytes)
         if refusal is not None:
             return refusal
         try:
@@ -128,7 +131,7 @@ class ExportWriter:
             files.write(export.path, export.rows, export.token_ids, layers)
         finally:
             with self._disk_lock:
-                self._writing_bytes -= export.rows.nbytes
+                self._writing_bytes -= nbytes
         return None
 
     def _reserve(self, nbytes: int) -> str | None:

@@ -45,12 +45,12 @@ class ExportPlanner:
         try:
             choice = msgspec.convert({**configured, **given}, ExtractChoice, strict=False)
             layers = some_of(choice.hidden_states_layers or settings.layers, self._taps)
+            path = path_for(settings.shared_storage_path, request_id)
         except ValueError as error:
-            warn_every(logger, "choice", 60.0, "no export, kv_transfer_params: %s", error)
+            warn_every(logger, "choice", 60.0, "no export of %r: %s", request_id, error)
             return
         if not choice.extract_hidden_states:
             return
-        path = path_for(settings.shared_storage_path, request_id)
         if choice.hidden_states_path and settings.allow_custom_save_path:
             path = choice.hidden_states_path
         elif choice.hidden_states_path:

@@ -195,6 +195,20 @@ def test_a_request_chooses_layers_and_path(tmp_path: Path) -> None:
         assert run(closed, Request(), **wish) is None
 
 
+@pytest.mark.parametrize("text", ["\udc80", "a\ud800b"])
+def test_what_no_path_can_hold_costs_one_export(tmp_path: Path, text: str) -> None:
+    planner = ExportPlanner(settings(tmp_path, allow_custom_save_path=True), TAPS)
+    assert run(planner, Request(text)) is None
+    assert run(planner, Request("r")) == str(tmp_path / "r.safetensors")
+    # What the file system refuses is told where it can be.
+    path = str(tmp_path / text)
+    write(ExportWriter(settings(tmp_path)), export(Path(path)))
+    one = export(tmp_path / "a")
+    one.end(f"{path} is odd")
+    with pytest.raises(ExtractionError, match="is odd"):
+        files.load(one.path)
+
+
 # ---- files --------------------------------------------------------------------------------------
 
 
@@ -378,7 +392,9 @@ def test_the_quota_counts_what_is_there(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(300)}, tmp_path / "someone's.safetensors")
     rows = rows_of(20)
     names = [tmp_path / f"{index}.safetensors" for index in range(4)]
-    limited = settings(tmp_path, max_size=f"{3 * rows.nbytes + 2000}B", num_writer_threads=1)
+    # With its ids and header, the third would go beyond.
+    max_size = 3 * rows.nbytes + 3000
+    limited = settings(tmp_path, max_size=f"{max_size}B", num_writer_threads=1)
     writer = ExportWriter(limited)
     write(writer, *(export(name, rows=rows) for name in names))
     written = [name for name in names if name.exists()]
@@ -386,7 +402,8 @@ def test_the_quota_counts_what_is_there(tmp_path: Path) -> None:
     assert writer.take_counts() == (counts, len(written) * rows.nbytes)
     assert writer.take_counts() == ({}, 0)
     assert written == names[: len(written)]
-    assert 0 < len(written) < 4
+    assert len(written) == 2
+    assert sum(entry.stat().st_size for entry in tmp_path.glob("*.safetensors")) <= max_size
     with pytest.raises(ExtractionError, match="max_size"):
         files.load(str(names[3]))
     # Room is made by readers, also those of an engine that is no more.

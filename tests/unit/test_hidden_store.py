@@ -470,6 +470,7 @@ def test_rows_of_a_graph_are_stored_without_it(bench: MakeBench) -> None:
             assert b.hs.flush(10)
     found = b.hs.retrieve_hidden_states(ids)
     assert not found.requires_grad
+    assert not any(staging._memory.requires_grad for staging in b.hs._staging.values())
     assert torch.equal(found, rows.detach())
 
 
