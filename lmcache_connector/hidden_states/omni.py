@@ -7,7 +7,6 @@ condition it on the rows of other tokens, without an error anywhere.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -24,6 +23,8 @@ from lmcache_connector.log import init_logger, warn_every
 logger = init_logger(__name__)
 
 FINAL = -1  # The layer index of the last output, after the norm.
+# What torch and the store raise over rows that are odd or too many: it costs one request's rows.
+_TROUBLE = (ValueError, RuntimeError, MemoryError)
 _LAYER = re.compile(r"hidden_states\.layer_(\d+)")
 # Steps in which the chunks of a request may fail to be stored.
 _MAX_FAILURES = 2
@@ -102,12 +103,13 @@ class OmniRows:
             request.computed, request.end = computed, end
             limit = min(end, num_prompt) if self._prompt_only else end
             if computed < limit and request.is_keyed and request.failures < _MAX_FAILURES:
-                if copies is None:
-                    copies = self._copies(hidden, outputs, num_tokens)
-                if copies:
+                try:
+                    if copies is None:
+                        copies = self._copies(hidden, outputs, num_tokens)
                     rows = {layer: copy[first:last] for layer, copy in copies.items()}
                     self._keep(request, rows, ids, limit)
-                else:
+                except _TROUBLE as error:
+                    warn_every(logger, "rows", 60.0, "hidden states are not kept: %s", error)
                     # Later rows would close up to those before the gap.
                     request.held, request.failures = {}, _MAX_FAILURES
 
@@ -122,20 +124,21 @@ class OmniRows:
         else:
             try:
                 known = self._extra_of(rid, owner), True, 0
-            except (ValueError, OSError) as error:
+            except (*_TROUBLE, OSError) as error:
                 warn_every(logger, "unkeyed", 60.0, "hidden states are not kept: %s", error)
                 known = None, False, 0
         request = _Request(owner, *known, computed, computed, saved)
         if computed > request.delivered:
-            found = None
-            # ValueError: tokens that are no ids, such as those of other modalities.
-            with contextlib.suppress(ValueError):
+            found, why = None, "they are not in the store"
+            try:
                 found = request.is_keyed and self._store.retrieve_layers(
                     ids[:saved].tolist(), self._layers, min_rows=computed, extra=request.extra
                 )
+            except _TROUBLE as error:  # also of tokens that are no ids
+                why = str(error)
             if not found:
-                text = "request %s: hidden states of %d restored tokens are lost, it hands on none"
-                logger.error(text, rid, computed)
+                text = "request %s hands on no hidden states: of %d restored tokens, %s"
+                logger.error(text, rid, computed, why)
                 return request
             request.restored = {
                 layer: rows[request.delivered : computed] for layer, rows in found.items()
@@ -143,7 +146,11 @@ class OmniRows:
         return request
 
     def _copies(self, hidden: torch.Tensor, outputs: Any, size: int) -> dict[int, torch.Tensor]:
-        """Rows of the step by layer, on the CPU; nothing when those of a layer are missing."""
+        """Rows of the step by layer, on the CPU.
+
+        Raises:
+            ValueError: those of a layer are missing.
+        """
         states = outputs.get("hidden_states") if isinstance(outputs, dict) else None
         layers = states.get("layers") if isinstance(states, dict) else None
         by_layer = layers if isinstance(layers, dict) else {}
@@ -151,9 +158,7 @@ class OmniRows:
         for layer in self._layers:
             rows = hidden if layer == FINAL else by_layer.get(layer, by_layer.get(str(layer)))
             if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or len(rows) < size:
-                text = "hidden states are not kept: this model gives none of layer %d"
-                warn_every(logger, "layer", 600.0, text, layer)
-                return {}
+                raise ValueError(f"this model gives none of layer {layer}")
             copies[layer] = rows[:size].detach().cpu()
         return copies
 
@@ -185,11 +190,7 @@ class OmniRows:
             Rows(ids, rows[:num_tokens], layer, request.saved, request.extra)
             for layer, rows in held.items()
         ]
-        try:
-            counts = self._store.store_batch(items)
-        except ValueError as error:
-            warn_every(logger, "rows", 60.0, "hidden states cannot be stored: %s", error)
-            return False
+        counts = self._store.store_batch(items)
         wanted = num_tokens // self._chunk
         if set(counts) != {wanted}:
             text = "of %d chunks of hidden states %s are stored, by layer"
@@ -219,12 +220,25 @@ class OmniRows:
                 result[name] = rows[delivered:]
             elif len(rows) == end - computed and computed <= delivered:
                 result[name] = rows[delivered - computed :]
-            elif len(rows) == end - computed and layer in request.restored:
-                result[name] = torch.cat([request.restored[layer].to(rows), rows])
+            elif (
+                layer in request.restored
+                and len(rows) == end - computed
+                and (whole := _join(request.restored[layer], rows)) is not None
+            ):
+                result[name] = whole
             else:
                 return {name: payload[name] for name in payload.keys() - by_token.keys()}
         request.delivered = max(delivered, end)
         return result
+
+
+def _join(restored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """Rows behind those that were restored; None when there is no room for both."""
+    try:
+        return torch.cat([restored.to(rows), rows])
+    except _TROUBLE as error:
+        logger.error("rows of a request cannot be handed on: %s", error)
+        return None
 
 
 def _layer_of(name: str) -> int | None:

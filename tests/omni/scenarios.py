@@ -4,6 +4,7 @@ and for a stand-in."""
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ class HandOn:
                 with caplog.at_level(logging.ERROR):
                     payload = stage.step((name, tokens, 72, hit, 72))[0]
                 assert payload.keys() == {"embed.tts_bos"}
-                assert "are lost" in caplog.text
+                assert "they are not in the store" in caplog.text
                 caplog.clear()
                 for first in range(72, 80):
                     payload = stage.step((name, tokens, 72, first, first + 1))[0]
@@ -204,6 +205,41 @@ class HandOn:
                 found = store.retrieve_layers(tokens, LAYERS)
                 assert found is not None
                 assert all(torch.equal(found[k], rows_of(tokens, k)) for k in LAYERS)
+
+    @pytest.mark.parametrize("error", [RuntimeError, ValueError, MemoryError])
+    @pytest.mark.parametrize("where", ["store_batch", "retrieve_layers", "cat", "cpu", "name"])
+    def test_no_trouble_ends_the_engine_or_hands_on_less(
+        self, monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception]
+    ) -> None:
+        tokens, other = TOKENS[:40], TOKENS[40:80]
+
+        def fail(*args: Any, **how: Any) -> Any:
+            raise error("no room")
+
+        with open_store() as store, hooked(self.runner_class, store) as rows:
+            stage = Stage(self.runner_class)
+            run_whole(stage, "a", tokens, 40, 40)
+            owner = {"cat": torch, "cpu": torch.Tensor, "name": rows}.get(where, store)
+            name = "_extra_of" if where == "name" else where
+            with monkeypatch.context() as patch:
+                real = getattr(owner, name)
+
+                def of_hooks(*args: Any, **how: Any) -> Any:
+                    caller = sys._getframe(1).f_code.co_filename
+                    return (fail if "omni.py" in caller and "hidden" in caller else real)(
+                        *args, **how
+                    )
+
+                patch.setattr(owner, name, of_hooks)
+                payload = stage.step(("b", tokens, 40, 32, 40))[0]
+                is_whole = "hidden" in payload
+                assert is_whole is (where in ("store_batch", "cpu"))
+                assert not is_whole or len(payload["hidden"]) == 40
+                run_whole(stage, "c", other, 40, 40)
+                assert stage.whole("c", other, 40)
+            assert store.coverage(tokens, LAYERS) == 40
+            covered = store.coverage(other, LAYERS)
+            assert covered == (40 if where == "retrieve_layers" else 0)
 
     def test_a_full_pool_keeps_the_head_and_tells_no_lies(self) -> None:
         tokens = TOKENS[:160]
