@@ -76,7 +76,8 @@ def open_rows(path: str) -> Iterator[Any]:
                 raise RuntimeError(f"rows and ids are {form}")
             yield file
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {os.path.abspath(path)}, nor its writer") from None
+        what = f"there is no {os.path.abspath(path)}, and nobody is writing it"
+        raise FileNotFoundError(f"{what}: it was removed, or is elsewhere") from None
     except (SafetensorError, RuntimeError) as error:
         raise ExtractionError(f"{path} holds no hidden states: {error}") from None
 

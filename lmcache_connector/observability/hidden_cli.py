@@ -82,7 +82,7 @@ def _remove(place: str, older_than: float | None, failed: dict[str, object]) -> 
     if there and _files().is_being_written(place):
         raise ConnectorError("it is being written")
     if not URL.fullmatch(place) and not (place.endswith(SUFFIX) and _files().may_go(there)):
-        hint = "not an export of this package: remove it yourself"
+        hint = "not an export of this package: remove it yourself (from a directory: --older-than)"
         raise ConnectorError(f"it is {hint if there else 'not there'}")
     _files().remove(place)
     return 1

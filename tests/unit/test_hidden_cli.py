@@ -156,10 +156,13 @@ def test_relative_paths_are_those_of_the_working_directory(run: Run, tmp_path: P
     assert run("rm", "rows/r.safetensors").out == "exports removed: 1\n"
     assert os.listdir(tmp_path / "rows") == ["out.safetensors"]
     assert run("rm", "rows", "--older-than", 0).out == "exports removed: 1\n"
-    missing = f"there is no {tmp_path}/rows/r.safetensors, nor its writer\n"
+    missing = f"there is no {tmp_path}/rows/r.safetensors, and nobody is writing it"
     for command in ("show", "export"):
         ended = run(command, "rows/r.safetensors", *["new"] * (command == "export"))
-        assert (ended.code, ended.err) == (1, f"error: {missing}")
+        assert (ended.code, ended.err) == (
+            1,
+            f"error: {missing}: it was removed, or is elsewhere\n",
+        )
 
 
 @pytest.mark.parametrize("by", ["path", "url"])
@@ -418,7 +421,7 @@ def test_rm_leaves_what_is_not_ours(run: Run, tmp_path: Path) -> None:
     ours = [write(tmp_path / f"{name}.safetensors") for name in ("a", "z")]
     ended = run("rm", ours[0], *foreign, ours[1])
     assert (ended.code, ended.out) == (1, "exports removed: 2\n")
-    why = "it is not an export of this package: remove it yourself"
+    why = "it is not an export of this package: remove it yourself (from a directory: --older-than)"
     assert ended.err.splitlines() == [f"error: cannot remove {path}: {why}" for path in foreign]
     assert sorted(os.listdir(tmp_path)) == before
 
