@@ -26,8 +26,13 @@ LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
 def ask(url: str, body: dict[str, Any] | None = None) -> Any:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        # What is wrong is in the body.
+        why = error.read(2000).decode(errors="replace")
+        raise OSError(f"{request.full_url} answers {error}: {why}") from None
 
 
 def main() -> int:
@@ -36,24 +41,25 @@ def main() -> int:
     parser.add_argument("--file", type=Path, default=LICENSE, help="default: %(default)s")
     parser.add_argument("--keep", action="store_true", help="do not remove what was read")
     options = parser.parse_args()
-    model = ask(f"{options.url}/v1/models")["data"][0]["id"]
+    url = options.url.rstrip("/")
+    model = ask(f"{url}/v1/models")["data"][0]["id"]
     # The rows of the prompt are there once one token was computed from it.
     body = {"model": model, "prompt": options.file.read_text()[:3000], "max_tokens": 1}
-    answer = ask(f"{options.url}/v1/completions", {**body, "return_token_ids": True})
+    answer = ask(f"{url}/v1/completions", {**body, "return_token_ids": True})
     place = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
     if place is None:
         sys.exit("read: the server exported nothing; its log says why")
     print(f"rows at {place}")
     # Waits while they are being written.
-    tensors = files.load(place, timeout=60)
+    tensors, layers = files.load_with_layers(place, timeout=60)
     rows, token_ids = tensors["hidden_states"], tensors["token_ids"]
-    tokens, layers, width = rows.shape
+    tokens, count, width = rows.shape
     dtype = str(rows.dtype).removeprefix("torch.")
-    print(f"{tokens:,} tokens, {layers} layers of {width}, {dtype}, {rows.nbytes:,} bytes")
-    for index in range(layers):
-        print(
-            f"layer {index} of the file: mean norm {rows[:, index].float().norm(dim=-1).mean():.3f}"
-        )
+    print(f"{tokens:,} tokens, {count} layers of {width}, {dtype}, {rows.nbytes:,} bytes")
+    # Another writer may not have said which layers they are.
+    for index, layer in enumerate(layers.split(",") if layers else range(count)):
+        norm = rows[:, index].float().norm(dim=-1).mean()
+        print(f"layer {layer}: mean norm {norm:.3f}")
     if not options.keep:
         files.remove(place)
     matches = token_ids.tolist() == answer["choices"][0]["prompt_token_ids"]
@@ -64,5 +70,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (urllib.error.URLError, ConnectorError, OSError) as error:
+    except (ConnectorError, OSError, ValueError) as error:
         sys.exit(f"read: {error}")

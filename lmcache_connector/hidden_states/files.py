@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +27,8 @@ from lmcache_connector.hidden_states import values
 from lmcache_connector.hidden_states.settings import ERROR, LOCK, SUFFIX, URL
 
 _WRITER = {"format": "pt", "writer": "lmcache_connector"}
+# Rows [tokens, layers, hidden] and as many token ids.
+_FORM = re.compile(r"(BF16|F16|F32|F64) \[([1-9]\d*), [1-9]\d*, [1-9]\d*\] I64 \[\2\]")
 _POLL_SECONDS = 0.01
 _MAX_REASON = 500
 
@@ -67,7 +70,14 @@ def open_rows(path: str) -> Iterator[Any]:
         raise ExtractionError(f"{path} is no file")
     try:
         with safe_open(path, "pt") as file:
+            parts = file.get_slice("hidden_states"), file.get_slice("token_ids")
+            form = " ".join(f"{part.get_dtype()} {part.get_shape()}" for part in parts)
+            if not _FORM.fullmatch(form):
+                raise RuntimeError(f"rows and ids are {form}")
             yield file
+    except FileNotFoundError:
+        what = f"there is no {os.path.abspath(path)}, and nobody is writing it"
+        raise FileNotFoundError(f"{what}: it was removed, or is elsewhere") from None
     except (SafetensorError, RuntimeError) as error:
         raise ExtractionError(f"{path} holds no hidden states: {error}") from None
 
@@ -81,9 +91,7 @@ def is_being_written(path: str) -> bool:
 
 def _open(path: str) -> TextIO:
     """Anybody may write here: a fifo does not block."""
-    return open(
-        path, errors="replace", opener=lambda _, flags: os.open(path, flags | os.O_NONBLOCK)
-    )
+    return open(path, errors="replace", opener=lambda _, how: os.open(path, how | os.O_NONBLOCK))
 
 
 def remove(path: str, *, keep_hidden_states: bool = False) -> None:
@@ -146,34 +154,41 @@ def _aside(path: str) -> Iterator[str]:
         yield temporary
         os.chmod(temporary, 0o644)  # for other users' readers
         os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def tidy(directory: str, ttl: float | None) -> int:
+def tidy(directory: str, ttl: float | None, told: Callable[..., object] = lambda *_: None) -> int:
     """Bytes of the files in a directory, whoever wrote them, after what this package left there
-    more than ``ttl`` seconds ago is removed, unless readers wait for it."""
+    more than ``ttl`` seconds ago is removed, unless readers wait for it. ``told`` is called with
+    each path that could not be removed, and its OSError."""
     oldest = time.time() - ttl if ttl is not None else 0.0
     used_bytes = 0
     with os.scandir(directory) as entries:
         for entry in entries:
-            # Anybody may write here: what is odd stays, and the others go.
-            with contextlib.suppress(OSError):
+            try:
                 facts = entry.stat(follow_symlinks=False)
                 # What is being written is younger than an hour.
                 limit = min(oldest, time.time() - 3600) if entry.name.endswith(".tmp") else oldest
-                if SUFFIX in entry.name and facts.st_mtime < limit and _may_go(entry.path):
+                if SUFFIX in entry.name and facts.st_mtime < limit and may_go(entry.path):
                     os.unlink(entry.path)
                 elif entry.name.endswith(SUFFIX):
                     used_bytes += facts.st_size
+            except OSError as error:
+                # Anybody may write here: what is odd stays, and the others go.
+                if not isinstance(error, FileNotFoundError):
+                    told(entry.path, error)
     return used_bytes
 
 
-def _may_go(path: str) -> bool:
+def may_go(path: str) -> bool:
+    """Whether this package wrote what is there, and no reader waits for it."""
     if path.endswith(SUFFIX) and os.path.isfile(path):
         # The header begins with the metadata; mapping the file could kill this process.
         with _open(path) as file:
-            return _WRITER["writer"] in file.read(4096)
+            return f'"writer":"{_WRITER["writer"]}"' in file.read(4096)
     if path.endswith(LOCK):
         return not is_being_written(path.removesuffix(LOCK))
     return path.endswith((ERROR, ".tmp"))

@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -55,13 +56,8 @@ class LMCacheBackend(FileBackend):
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
         FileBackend.add_launch_args(parser)
-        parser.add_argument(
-            "--lmcache-config",
-            type=json.loads,
-            default={},
-            metavar="JSON",
-            help="kv_connector_extra_config of LMCacheHybridConnector",
-        )
+        what = "JSON: kv_connector_extra_config of LMCacheHybridConnector"
+        parser.add_argument("--lmcache-config", type=json.loads, default={}, help=what)
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> LMCacheTransfer:
@@ -73,23 +69,26 @@ class LMCacheBackend(FileBackend):
         path = args.hidden_states_path
         settings = {"shared_storage_path": path if "://" in path else os.path.abspath(path)}
         config["extract_hidden_states"] = settings | config.get("extract_hidden_states", {})
-        return {
-            "kv_connector": "LMCacheHybridConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": config,
-        }
+        connector = {"kv_connector": "LMCacheHybridConnector", "kv_role": "kv_both"}
+        return {**connector, "kv_connector_extra_config": config}
 
 
 def main() -> None:
-    """Run the program that the command line names."""
-    del sys.argv[0]
-    if sys.argv[:1] == ["-m"]:
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    elif sys.argv:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    """Run the program that the command line names; exit code 2 when there is none."""
+    parser = argparse.ArgumentParser(usage=f"python -m {__spec__.name} (SCRIPT | -m MODULE) ...")
+    is_module = sys.argv[1:2] == ["-m"]
+    del sys.argv[: 1 + is_module]
+    name = sys.argv[0] if sys.argv else ""
+    parser.parse_args([name] if name in ("-h", "--help") else [])
+    try:
+        if not (find_spec(name) if name and is_module else os.path.isfile(name)):
+            raise ImportError(f"no such {'module' if is_module else 'script'}")
+    except (ImportError, ValueError) as error:
+        parser.exit(2, f"cannot run {name!r}: {error}; usage: {parser.usage}\n")
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.exit(f"usage: python -m {__spec__.name} (SCRIPT | -m MODULE) ...")
+        runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -47,10 +47,9 @@ Uids = Annotated[list[int] | None, typer.Option(help="Of other users who may con
 Namespace = Annotated[str | None, typer.Option(help="Which model's, as `status` names it.")]
 Tokens = Annotated[typer.FileText | None, typer.Option(help="Token ids: a JSON list, or spaced.")]
 Text = Annotated[typer.FileText | None, typer.Option(help="As the model gets it, of a chat too.")]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(exists=True, file_okay=False, help="Directory of the tokenizer, for --text."),
-]
+_folder = typer.Option(exists=True, file_okay=False, help="Directory of the tokenizer, for --text.")
+Tokenizer = Annotated[Path | None, _folder]
+All = Annotated[bool, typer.Option("--all", help="Of all attached, or in the pool.")]
 Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
 
 
@@ -130,9 +129,7 @@ def _prompt_command(
 def clear(
     socket: Socket = None,
     namespace: Namespace = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Of all attached, or in the pool.")
-    ] = False,
+    everything: All = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete what is cached of one model, or of all, in the pool and in the tiers."""
@@ -197,10 +194,8 @@ def _find(
     engines = {e.namespace: e for e in status.instances if namespace in (None, e.namespace)}
     if not engines:
         there = ", ".join(f"{engine.namespace} ({engine.model})" for engine in status.instances)
-        raise ConnectorError(
-            "no such engine is attached, so its chunk size and groups are not known; these are: "
-            f"{there or 'none'}"
-        )
+        why = "no such engine is attached, so its chunk size and groups are not known"
+        raise ConnectorError(f"{why}; these are: {there or 'none'}")
     if len(engines) > 1:
         names = ", ".join(f"{name} ({engine.model})" for name, engine in engines.items())
         raise typer.BadParameter(f"several models are attached, choose a --namespace: {names}")
@@ -235,10 +230,8 @@ def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.Pr
     full = dict.fromkeys(tags, (1 << num_tokens // size) - 1)
     most, hit = reach(full), reach(held)
     healed = {tag: reach({**held, tag: full[tag]}) for tag in tags}
-    typer.echo(
-        f"{num_tokens} tokens, {num_tokens // size} chunks of {size}: {reach(pool)} tokens hit in "
-        f"the pool, {hit} with the tiers; {most} are possible"
-    )
+    told = f"{num_tokens} tokens, {num_tokens // size} chunks of {size}: {reach(pool)} tokens hit"
+    typer.echo(f"{told} in the pool, {hit} with the tiers; {most} are possible")
     counts = ((tag, pool[tag].bit_count(), held[tag].bit_count(), healed[tag]) for tag in tags)
     names = ("group", "chunks in pool", "with tiers", "would hit if complete")
     console.print(table("groups", [dict(zip(names, row, strict=True)) for row in counts]))
@@ -250,9 +243,7 @@ def _report(engine: messages.InstanceStatus, num_tokens: int, found: messages.Pr
         typer.echo(f"limited by {' or '.join(one) or ' and '.join(every)}")
 
 
-def _token_ids(
-    tokens: typer.FileText | None, text: typer.FileText | None, tokenizer: Path | None
-) -> list[int]:
+def _token_ids(tokens: Tokens, text: Text, tokenizer: Tokenizer) -> list[int]:
     try:
         if tokens is not None and text is None:
             content = tokens.read().strip("[] \n").replace(",", " ")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from lmcache_connector.errors import ConnectorError
+from lmcache_connector.errors import ConnectorError, StartupError
 from lmcache_connector.hidden_states.settings import ERROR, LOCK, SUFFIX, URL
 from lmcache_connector.observability.tables import console, printable, table
 
@@ -26,11 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Show, cut and remove exported hidd
 @app.command("ls")
 def list_exports(directory: str, as_json: Json = False) -> None:
     """List the exports in a directory."""
-    if "://" in directory:
-        raise ConnectorError("a tier cannot list what it holds: show a URL that an engine gave")
-    names = {name.removesuffix(LOCK).removesuffix(ERROR) for name in os.listdir(directory)}
-    found = [_facts(f"{directory}/{name}") for name in sorted(names) if name.endswith(SUFFIX)]
-    _tell(as_json, exports=found)
+    _tell(as_json, exports=[_facts(f"{directory}/{name}") for name in sorted(_exports(directory))])
 
 
 @app.command()
@@ -39,7 +35,7 @@ def show(place: str, as_json: Json = False) -> None:
     rows, token_ids, names = _load(place)
     layers, first_ids = [], token_ids[:8].tolist()
     for name, layer in zip(names, rows.unbind(1), strict=True):
-        norm = layer.double().norm(dim=-1)
+        norm = layer.norm(dim=-1, dtype=_files().torch.float64)
         norms = {f"{kind}_norm": getattr(norm, kind)().item() for kind in ("min", "mean", "max")}
         zero, bad = int((norm == 0).sum()), int((~norm.isfinite()).sum())
         layers.append({"layer": name, "zero_rows": zero, "not_finite_rows": bad, **norms})
@@ -51,27 +47,54 @@ def show(place: str, as_json: Json = False) -> None:
 def export(place: str, out: str, layers: str = "", first: int = 0, end: int | None = None) -> None:
     """Copy an export, or some --layers 0,2 and tokens from --first to --end, to a new file."""
     rows, token_ids, names = _load(place)
-    chosen, span = layers.split(",") if layers else names, slice(first, end)
-    if not set(chosen) <= set(names) or not len(token_ids[span]):
-        raise typer.BadParameter(f"it has {len(rows)} tokens and layers {','.join(names)}")
-    if os.path.lexists(out):
-        raise ConnectorError(f"{out} is there already")
-    some = rows[span, [names.index(name) for name in chosen]]
-    _files().write(os.path.abspath(out), some, token_ids[span].clone(), ",".join(chosen))
+    chosen, end = layers.split(",") if layers else names, len(rows) if end is None else end
+    if not set(chosen) <= set(names) or len(set(chosen)) < len(chosen):
+        raise typer.BadParameter(f"--layers {layers}: it has {','.join(names)}, name each once")
+    if not 0 <= first < end <= len(rows):
+        raise typer.BadParameter(f"--first {first} --end {end} is no range of {len(rows)} tokens")
+    if os.path.lexists(out) or "://" in out:
+        raise ConnectorError(f"{out} is there already, or is no path")
+    some = rows[first:end, [names.index(name) for name in chosen]]
+    _files().write(os.path.abspath(out), some, token_ids[first:end].clone(), ",".join(chosen))
 
 
 @app.command("rm")
 def remove(places: list[str], older_than: Seconds = None) -> None:
     """Remove exports, or from directories what was written --older-than so many seconds ago."""
+    count, failed = 0, dict[str, object]()
     for place in places:
-        if older_than is not None:
-            _files().tidy(place, older_than)
-        elif not URL.fullmatch(place) and not place.endswith(SUFFIX):
-            raise ConnectorError(f"{place} is no export")
-        elif _files().is_being_written(place):
-            raise ConnectorError(f"{place} is being written")
-        else:
-            _files().remove(place)
+        try:
+            count += _remove(place, older_than, failed)
+        except (ConnectorError, OSError) as error:
+            failed[place] = error
+    typer.echo(f"exports removed: {count}")
+    if failed:
+        raise StartupError(*(f"cannot remove {path}: {why}" for path, why in failed.items()))
+
+
+def _remove(place: str, older_than: float | None, failed: dict[str, object]) -> int:
+    """How many are gone."""
+    if older_than is not None:
+        names = _exports(place)
+        _files().tidy(place, older_than, failed.__setitem__)
+        return len(names - _exports(place))
+    there = next(filter(os.path.lexists, (place, place + LOCK, place + ERROR)), "")
+    if there and _files().is_being_written(place):
+        raise ConnectorError("it is being written")
+    if not URL.fullmatch(place) and not (place.endswith(SUFFIX) and _files().may_go(there)):
+        hint = "not an export of this package: remove it yourself (from a directory: --older-than)"
+        raise ConnectorError(f"it is {hint if there else 'not there'}")
+    _files().remove(place)
+    return 1
+
+
+def _exports(directory: str) -> set[str]:
+    """Names of those that are, were or will be there."""
+    if not os.path.isdir(directory):
+        hint = "give that of shared_storage_path; a tier cannot list what it holds"
+        raise ConnectorError(f"there is no directory {os.path.abspath(directory)}: {hint}")
+    names = {name.removesuffix(LOCK).removesuffix(ERROR) for name in os.listdir(directory)}
+    return {name for name in names if name.endswith(SUFFIX)}
 
 
 def _tell(as_json: bool, **tables: list[dict[str, Any]]) -> None:
@@ -101,11 +124,10 @@ def _facts(path: str) -> dict[str, object]:
 def _load(place: str) -> tuple[Any, Any, list[str]]:
     """Rows, token ids and names of layers."""
     tensors, said = _files().load_with_layers(place, timeout=0)
-    rows, token_ids = tensors["hidden_states"], tensors["token_ids"]
-    if rows.ndim != 3 or not rows.numel() or token_ids.shape != rows.shape[:1]:
-        raise ConnectorError(f"{place} holds no hidden states")
-    names, count = printable(said).split(","), rows.shape[1]
-    return rows, token_ids, names if len(names) == count else [*map(str, range(count))]
+    rows, names = tensors["hidden_states"], [printable(name) for name in said.split(",")]
+    if not all(names) or not len(names) == len(set(names)) == rows.shape[1]:
+        names = [*map(str, range(rows.shape[1]))]
+    return rows, tensors["token_ids"], names
 
 
 def _files() -> Any:
