@@ -169,30 +169,58 @@ class RowClient:
         in what ``make`` gives for so many tokens. None: not there, or damaged and removed."""
         load_id = next(self._ids)
         keys: list[RowKey] = []
-
-        def pin() -> tuple[list[Row], str] | None:
-            if not keys:
-                count = self._reach(load_id, hashes, layers)
-                if count is None or count < least:
-                    return None if count is None else ([], "")
-                keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
-            state = self.store.narrow(load_id, keys)
-            if state is LookupState.READY:
-                rows = self.store.prepare_load(load_id, load_id, keys)
-                if rows is not None:
-                    return rows, self.store.pool_ref.incarnation
-            if state is not LookupState.PENDING:
-                keys.clear()  # one of them is gone by now
-            return None
-
-        rows, incarnation = self._until(pin) or ([], "")
+        pinned = self._until(lambda: self._pin(load_id, keys, hashes, layers, least))
+        rows, incarnation = pinned or ([], "")
         if not rows:
             with self.lock:
                 self.store.release(load_id)
             return None
-        corrupt: list[RowKey] = []
-        outs: list[torch.Tensor] = []
-        copies: list[Future[None]] = []
+        outs, damaged = None, list[int]()
+        try:
+            if self._memory.hold(incarnation):
+                try:
+                    outs = make(len(rows) // len(layers) * self._chunk_tokens)
+                    damaged = self._read(rows, layers, outs)
+                except ProtocolError:  # not all of the pool is mapped here
+                    outs = None
+                finally:
+                    self._memory.drop()
+        finally:
+            with self.lock:
+                self.store.complete_load(load_id, [keys[index] for index in damaged])
+                self.counts["read"] += len(rows)
+                self.counts["corrupt"] += len(damaged)
+        return None if damaged else outs
+
+    def _pin(
+        self,
+        load_id: int,
+        keys: list[RowKey],
+        hashes: Sequence[bytes],
+        layers: Sequence[Layer],
+        least: int,
+    ) -> tuple[list[Row], str] | None:
+        """Rows, pinned, whose keys are in ``keys`` then, and the life of the pool they are in; no
+        rows: there are less than ``least`` chunks; None: it is not known yet."""
+        if not keys:
+            count = self._reach(load_id, hashes, layers)
+            if count is None or count < least:
+                return None if count is None else ([], "")
+            keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
+        state = self.store.narrow(load_id, keys)
+        if state is LookupState.READY:
+            rows = self.store.prepare_load(load_id, load_id, keys)
+            if rows is not None:
+                return rows, self.store.pool_ref.incarnation
+        if state is not LookupState.PENDING:
+            keys.clear()  # one of them is gone by now
+        return None
+
+    def _read(
+        self, rows: Sequence[Row], layers: Sequence[Layer], outs: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """Copy rows, by chunk and layer, to ``outs``; the indices of those that are damaged."""
+        damaged: list[int] = []
 
         @torch.inference_mode(torch.is_inference_mode_enabled())  # the caller's
         def copy(part: int, step: int) -> None:
@@ -202,31 +230,20 @@ class RowClient:
                 target = outs[turn][first : first + self._chunk_tokens]
                 _copy(target, _rows(view, layers[turn]))
                 if xxhash.xxh3_64_intdigest(view) != rows[index].digests[0]:
-                    corrupt.append(keys[index])
+                    damaged.append(index)
 
-        is_held = is_read = self._memory.hold(incarnation)
+        if not all(out.is_cpu for out in outs):
+            copy(0, 1)  # in the order of the caller's stream
+            return damaged
+        copies: list[Future[None]] = []
         try:
-            if is_held:
-                outs = make(len(rows) // len(layers) * self._chunk_tokens)
-                if all(out.is_cpu for out in outs):
-                    for part in range(min(_COPIES_AT_ONCE, len(rows))):
-                        copies.append(_copiers.submit(copy, part, _COPIES_AT_ONCE))
-                    for done in copies:
-                        done.result()
-                else:
-                    # In the order of the caller's stream.
-                    copy(0, 1)
-        except ProtocolError:
-            is_read = False  # not all of the pool is mapped here
+            for part in range(min(_COPIES_AT_ONCE, len(rows))):
+                copies.append(_copiers.submit(copy, part, _COPIES_AT_ONCE))
+            for done in copies:
+                done.result()
         finally:
             wait(copies)
-            if is_held:
-                self._memory.drop()
-            with self.lock:
-                self.store.complete_load(load_id, corrupt)
-                self.counts["read"] += len(rows)
-                self.counts["corrupt"] += len(corrupt)
-        return outs if is_read and not corrupt else None
+        return damaged
 
 
 def _rows(view: memoryview, layer: Layer) -> torch.Tensor:
