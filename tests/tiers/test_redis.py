@@ -251,6 +251,14 @@ def test_replies_that_make_no_sense(reply: bytes) -> None:
                 assert name != "get" or not result
 
 
+def test_a_server_that_is_slow_to_greet_is_not_one_that_refuses() -> None:
+    with peer(lambda connection, request: None, seconds=0.2) as tier:
+        for call in calls(tier).values():
+            text = assert_fails_in_time(call, 0.2)
+            assert "imeout" in text
+            assert "credentials" not in text
+
+
 def test_a_peer_that_drips_holds_no_call() -> None:
     def drip(connection: socket.socket, _: bytes) -> None:
         for _ in range(100):
