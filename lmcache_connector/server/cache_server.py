@@ -71,10 +71,13 @@ class Instance:
 
 
 class CacheServer:
-    """Serves an engine's sessions and management at the endpoint of ``service``.
+    """Serves an engine's sessions and management at the endpoint of ``service``, until ``close``.
 
     Args:
         embedded: the instance whose store lives in this process; no other can register.
+
+    Raises:
+        OSError: the socket cannot be made.
     """
 
     def __init__(
@@ -93,16 +96,8 @@ class CacheServer:
         # Those of large pools take longer than others wait for an answer.
         self._clearing = ThreadPoolExecutor(1, "lmcache-clear")
         self._open_clears = self._cleared_rows = 0
-        self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
         service.on_control_end = lambda token: self._post(partial(self._end_session, token))
         service.on_workers_gone = lambda name: self._post(partial(self._remove_if_gone, name))
-
-    def start(self) -> None:
-        """Listen. The service must have been started: it owns the endpoint's name.
-
-        Raises:
-            OSError: the socket cannot be made.
-        """
         soft, hard = getrlimit(RLIMIT_NOFILE)
         # libzmq aborts the process when no descriptor is left for somebody who connects.
         setrlimit(RLIMIT_NOFILE, (max(soft, min(hard, _MAX_FILES)), hard))
@@ -116,6 +111,7 @@ class CacheServer:
             self._router.setsockopt(zmq.IPC_FILTER_UID, uid)
         self._router.bind(f"ipc://{self._service.endpoint}")
         self._service.endpoint.chmod(0o666 if self._service.allowed_uids else 0o600)
+        self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:

@@ -33,13 +33,11 @@ class EmbeddedStore(StoreSession):
         self._service = PoolService(
             pool.extents, endpoint, on_mapped=lambda count: engine.mark_ready(count - 1)
         )
-        self._service.start()
         self._service.add_instance("", layout.num_ranks)
         super().__init__(engine, namespace, layout.shards(), self._service.pool_ref())
         engine.sessions.add(self)
         instance = Instance("", model, "", layout, self)
         self._server = CacheServer(engine, self._service, instance)
-        self._server.start()
         size = config.hidden_bytes
         self.hidden = HiddenService(engine, self._service, size) if size else None
 

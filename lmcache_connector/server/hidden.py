@@ -29,11 +29,9 @@ class HiddenService:
             exclusive=kv.shared,
             allowed_uids=beside.allowed_uids,
         )
-        self._service.start()
         # Where to register.
         self.endpoint = f"ipc://{self._service.endpoint}"
         self._server = CacheServer(self.engine, self._service)
-        self._server.start()
 
     def end(self) -> None:
         """Serve no more."""

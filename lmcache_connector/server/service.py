@@ -61,7 +61,7 @@ class _Instance:
 
 
 class PoolService:
-    """Serves one pool's extents on its own daemon thread from ``start`` to ``close``.
+    """Serves one pool's extents on its own daemon thread, until ``close``.
 
     Callbacks come on that thread.
 
@@ -72,6 +72,10 @@ class PoolService:
         allowed_uids: users who may connect, beside this one and root.
         on_mapped: called with 1, 2, ... when all ranks of an instance have mapped so many extents,
             the first time that any has.
+
+    Raises:
+        OSError: the socket cannot be made.
+        StartupError: it is in use, and ``exclusive`` was asked for.
     """
 
     def __init__(
@@ -85,14 +89,12 @@ class PoolService:
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self.extents = tuple(extents)
-        self.endpoint = endpoint
         self.allowed_uids = frozenset(allowed_uids)
         # The last connection of an instance's workers has ended: their processes are gone or have
         # unmapped the memory, so that nothing they were asked to copy can still happen.
         self.on_workers_gone: Callable[[str], None] = lambda instance: None
         # A control connection, and with it this token, has ended.
         self.on_control_end: Callable[[str], None] = lambda token: None
-        self._exclusive = exclusive
         self._on_mapped = on_mapped
         self._sessions: set[_Session] = set()
         self._tokens: set[str] = set()
@@ -100,21 +102,9 @@ class PoolService:
         # Guards the instances; held for moments only, never during a callback.
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
-
-    def pool_ref(self, instance: str = "") -> PoolRef:
-        """Where workers attach; valid once started."""
-        return PoolRef(str(sockets.memory_path(self.endpoint)), self.incarnation, instance)
-
-    def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the socket cannot be made.
-            StartupError: it is in use, and ``exclusive`` was asked for.
-        """
         mode = 0o666 if self.allowed_uids else 0o600
         self._listener, self.endpoint = sockets.listen_private(
-            self.endpoint, exclusive=self._exclusive, mode=mode
+            endpoint, exclusive=exclusive, mode=mode
         )
         self._listener.setblocking(False)
         self._inode = sockets.memory_path(self.endpoint).lstat().st_ino
@@ -124,6 +114,10 @@ class PoolService:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
         self._thread.start()
+
+    def pool_ref(self, instance: str = "") -> PoolRef:
+        """Where workers attach."""
+        return PoolRef(str(sockets.memory_path(self.endpoint)), self.incarnation, instance)
 
     def add_instance(self, name: str, num_ranks: int) -> None:
         """Welcome workers of an engine core, or welcome them again."""

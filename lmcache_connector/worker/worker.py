@@ -89,7 +89,7 @@ class CacheWorker:
 
     def open_memory(self, path: Path, rank: int, instance: str) -> PoolClient:
         """A pool's memory that this worker's device reaches; the caller closes it."""
-        client = PoolClient(
+        return PoolClient(
             path,
             rank,
             instance,
@@ -97,8 +97,6 @@ class CacheWorker:
             unregister_extent=self._copier.unregister_extent,
             touch_ahead=self._copier.touch_ahead,
         )
-        client.start()
-        return client
 
     # ---- one step -----------------------------------------------------------------------------
 
