@@ -21,7 +21,6 @@ from lmcache_connector import (
 )
 from lmcache_connector.config import describe, parse_request_params
 from lmcache_connector.counters import Counters
-from lmcache_connector.errors import StartupError
 from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.hidden_states.extract import Extractor
 from lmcache_connector.hidden_states.store import HiddenStateStore
@@ -37,7 +36,6 @@ from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCa
 from lmcache_connector.server.sockets import hidden_endpoint, memory_path
 from lmcache_connector.server.store_client import StoreClient
 from lmcache_connector.setup import Setup
-from lmcache_connector.storage.pool import check_pool_size
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
@@ -152,9 +150,6 @@ class SchedulerSide:
                     self._hidden_endpoint, RegisterHiddenStates(*who, setup.hidden_groups)
                 )
         else:
-            row_bytes = layout.largest_row_bytes()
-            if problem := check_pool_size(setup.config.max_local_cpu_bytes, row_bytes):
-                raise StartupError(problem)
             store = EmbeddedStore(setup.endpoint, model, namespace, layout, setup.config)
             if store.hidden is not None:
                 self._hidden_endpoint = store.hidden.endpoint

@@ -301,7 +301,7 @@ class CacheServer:
         if instance is None or instance.token is not None or instance is self._embedded:
             return
         if self._service.remove_instance(name):
-            instance.session.abandon()
+            instance.session.close()
             del self._instances[name]
             logger.info("%s is gone", name)
 

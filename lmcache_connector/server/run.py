@@ -72,6 +72,4 @@ def run_server(
             hidden.end()
     server.close()
     engine.close()
-    if hidden is not None:
-        hidden.engine.close()
     logger.info("cache server at %s has ended", endpoint)
