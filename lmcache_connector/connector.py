@@ -80,7 +80,7 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.scheduler_side.on_handshake(list(metadata.values()))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self.scheduler_side.bind_null_block(gpu_block_pool.null_block.block_id)
+        self.scheduler_side.scheduler.null_block_id = gpu_block_pool.null_block.block_id
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.on_new_request(request)
@@ -113,10 +113,10 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self.scheduler_side.on_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side.has_pending_work()
+        return self.scheduler_side.scheduler.has_pending_work()
 
     def reset_cache(self) -> bool:
-        self.scheduler_side.reset()
+        self.scheduler_side.scheduler.reset()
         return True
 
     # ---- worker side, in call order -------------------------------------------------------------

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,7 @@ class LayerRuns:
     storage_address: int
 
 
-@dataclass(frozen=True)
-class PageRuns:
+class PageRuns(NamedTuple):
     """One block of a kernel group: run r of block b is the ``run_bytes`` bytes at
     ``run_addresses[r] + b * block_stride``. The order of runs is their order in an object."""
 

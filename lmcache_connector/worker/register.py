@@ -46,11 +46,8 @@ class Registration:
     runs: tuple[page_runs.PageRuns, ...]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    # Kernel group of this layer alone.
-    identity: KVLayerGroupInfo
-    runs: page_runs.LayerRuns
+# Kernel group of one layer alone, and its page.
+_Layer = tuple[KVLayerGroupInfo, page_runs.LayerRuns]
 
 
 def register_kv_caches(
@@ -72,22 +69,12 @@ def register_kv_caches(
     if num_blocks < 1:
         raise GeometryError(f"the engine registered {num_blocks} KV cache blocks")
     layers = _read_layers(engine_groups, kv_caches, num_blocks, problems)
-    for group in engine_groups:
-        members = [
-            layer.runs
-            for layer in layers.values()
-            if layer.identity.engine_group_idx == group.engine_group_id
-        ]
-        try:
-            page_runs.check_disjoint(members)
-        except GeometryError as error:
-            problems.append(f"engine group {group.engine_group_id}: {error}")
     kernel_groups: list[KVLayerGroupInfo] = []
     runs: list[page_runs.PageRuns] = []
-    identities = {index: layer.identity for index, layer in layers.items()}
+    identities = {index: identity for index, (identity, _) in layers.items()}
     for identity, indices in group_layers_by_identity(identities):
         try:
-            merged, order = page_runs.merge_layer_runs([layers[index].runs for index in indices])
+            merged, order = page_runs.merge_layer_runs([layers[index][1] for index in indices])
         except GeometryError as error:
             problems.append(str(error))
             continue
@@ -120,12 +107,13 @@ def _read_layers(
     num_blocks: int,
     problems: list[str],
 ) -> dict[int, _Layer]:
-    """Layer index -> its page; appends to ``problems`` what cannot be read."""
+    """Layer index -> its page; appends to ``problems`` what cannot be read or overlaps."""
     positions = {name: index for index, name in enumerate(kv_caches)}
     layers: dict[int, _Layer] = {}
     for group in engine_groups:
         if not group.cacheable:
             continue
+        members = []
         for spec in group.layers:
             index = positions.get(spec.name)
             if index is None:
@@ -139,9 +127,14 @@ def _read_layers(
                 try:
                     view = page_view(spec, kv_caches[spec.name], num_blocks)
                     runs = page_runs.layer_runs(spec.name, view.tensor, spec.page_bytes)
-                    layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+                    layers[index] = _identity(group.engine_group_id, spec, view), runs
+                    members.append(runs)
                 except GeometryError as error:
                     problems.append(str(error))
+        try:
+            page_runs.check_disjoint(members)
+        except GeometryError as error:
+            problems.append(f"engine group {group.engine_group_id}: {error}")
     return layers
 
 

@@ -269,10 +269,7 @@ class _JobBuilder:
         """One job per kernel group."""
         return [
             PageJob(
-                run_addresses=self._runs[index].run_addresses,
-                block_stride=self._runs[index].block_stride,
-                run_bytes=self._runs[index].run_bytes,
-                run_pitch=self._runs[index].run_pitch,
+                **self._runs[index]._asdict(),
                 block_ids=np.asarray(ids, dtype=np.int64),
                 slot_addresses=np.concatenate(self._addresses[index]),
             )

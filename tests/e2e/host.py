@@ -253,7 +253,7 @@ class Host:
     @property
     def scheduler(self) -> Any:
         """The connector's state machine."""
-        return self.connector.scheduler_side._scheduler
+        return self.connector.scheduler_side.scheduler
 
     @property
     def store(self) -> Any:
