@@ -94,7 +94,8 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.scheduler_side.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        scheduler = self.scheduler_side.scheduler
+        scheduler.after_alloc(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return self.scheduler_side.build_step(scheduler_output)

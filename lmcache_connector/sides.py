@@ -226,11 +226,6 @@ class SchedulerSide:
             self.on_new_request(request)
         return self.scheduler.match(request.request_id, local_tokens)
 
-    def after_alloc(
-        self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
-    ) -> None:
-        self.scheduler.after_alloc(request.request_id, block_ids, external_tokens)
-
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
         view = vllm_request.step_view(scheduler_output)
         meta = self.scheduler.build_step(view)

@@ -103,12 +103,8 @@ class VllmRequest:
 
     def extra(self) -> Callable[[int, int], object | None] | None:
         request = self._request
-        if not (
-            request.mm_features
-            or request.lora_request
-            or request.cache_salt
-            or request.prompt_embeds is not None
-        ):
+        has_more = request.mm_features or request.lora_request or request.cache_salt
+        if not has_more and request.prompt_embeds is None:
             return None
         if request.lora_request:
             # Raises here, not in the middle of a chain.

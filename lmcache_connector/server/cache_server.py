@@ -111,17 +111,14 @@ class CacheServer:
             self._router.setsockopt(zmq.IPC_FILTER_UID, uid)
         self._router.bind(f"ipc://{self._service.endpoint}")
         self._service.endpoint.chmod(0o666 if self._service.allowed_uids else 0o600)
-        self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return self._thread.is_alive()
+        # Requests are answered as long as it lives.
+        self.thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Answer no more. The service must have been closed."""
         self._post(partial(setattr, self, "_closing", True))
-        self._thread.join()
+        self.thread.join()
         self._clearing.shutdown(cancel_futures=True)
         os.close(self._wake)
 
@@ -162,7 +159,7 @@ class CacheServer:
         try:
             request = messages.decode_request(frame)
             call = request.call
-            if not self._service.has_token(request.token):
+            if request.token not in self._service.tokens:
                 raise _RenewError("the token of this request is not known")
             return messages.encode_reply(call, self._dispatch(request))
         except (ConnectorError, ValueError) as error:

@@ -118,9 +118,8 @@ class PoolClient:
     def _check(self, slot: SlotRef) -> int:
         if not 0 <= slot.extent < len(self._addresses):
             raise ProtocolError(f"{slot} is in an extent that is not mapped")
-        if min(slot.offset, slot.nbytes) < 0 or (
-            slot.offset + slot.nbytes > len(self._maps[slot.extent])
-        ):
+        end = slot.offset + slot.nbytes
+        if min(slot.offset, slot.nbytes) < 0 or end > len(self._maps[slot.extent]):
             raise ProtocolError(f"{slot} reaches beyond its extent")
         return slot.extent
 

@@ -66,7 +66,7 @@ def run_server(
             ", ".join(channel.url for channel in engine.channels) or "none",
         )
         while not stop.wait(1.0):
-            if not (server.is_alive() and service.is_alive()):
+            if not (server.thread.is_alive() and service.thread.is_alive()):
                 raise RuntimeError("a thread of the server has ended")
         if hidden is not None:
             hidden.end()

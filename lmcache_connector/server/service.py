@@ -97,7 +97,8 @@ class PoolService:
         self.on_control_end: Callable[[str], None] = lambda token: None
         self._on_mapped = on_mapped
         self._sessions: set[_Session] = set()
-        self._tokens: set[str] = set()
+        # Of control connections that live.
+        self.tokens: set[str] = set()
         self._num_told = 0
         # Guards the instances; held for moments only, never during a callback.
         self._changed = threading.Condition()
@@ -112,8 +113,9 @@ class PoolService:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
-        self._thread.start()
+        # Connections are served as long as it lives.
+        self.thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
+        self.thread.start()
 
     def pool_ref(self, instance: str = "") -> PoolRef:
         """Where workers attach."""
@@ -136,10 +138,6 @@ class PoolService:
                 del self._instances[name]
             return True
 
-    def has_token(self, token: str) -> bool:
-        """Whether the control connection of a token lives."""
-        return token in self._tokens
-
     def wait_ready(self, timeout: float, instance: str = "") -> bool:
         """Whether all ranks have mapped all extents within ``timeout`` seconds."""
         with self._changed:
@@ -149,16 +147,12 @@ class PoolService:
         instance = self._instances.get(name)
         return instance is not None and instance.num_mapped == len(self.extents)
 
-    def is_alive(self) -> bool:
-        """Whether connections are served."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """End all connections and remove the endpoint's names. No callback comes after."""
         # First: as long as we listen, nobody else takes the name or the inode.
         sockets.remove_socket(self.endpoint, self._inode)
         self._wake.close()
-        self._thread.join()
+        self.thread.join()
         self._woken.close()
 
     # ---- the service's thread -------------------------------------------------------------------
@@ -267,7 +261,7 @@ class PoolService:
             return protocol.Refused("few file descriptors are left: raise ulimit -n", retry=True)
         if hello.rank is None:
             session.token = secrets.token_hex(32)
-            self._tokens.add(session.token)
+            self.tokens.add(session.token)
             self._send(session, protocol.Welcome(self.incarnation, 0, session.token))
             return None
         with self._changed:
@@ -312,7 +306,7 @@ class PoolService:
         session.connection.close()
         self._sessions.remove(session)
         if session.token is not None:
-            self._tokens.discard(session.token)
+            self.tokens.discard(session.token)
             self.on_control_end(session.token)
         if session.rank is None:
             return

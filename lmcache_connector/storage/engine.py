@@ -110,11 +110,8 @@ class StorageEngine:
                 queued = self._writing_bytes[index] + entry.num_bytes
                 fits = 2 * len(self.channels) * queued <= self._pool.capacity_bytes
                 job = self._write_job(entry, index, channel)
-                if (
-                    not is_usable
-                    or not (fits or not self._writing[index])
-                    or not channel.submit(job, "write")
-                ):
+                is_wanted = is_usable and (fits or not self._writing[index])
+                if not (is_wanted and channel.submit(job, "write")):
                     dropped += 1
                     continue
                 entry.tiers |= 1 << index

@@ -112,15 +112,11 @@ class GpuCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = DeviceCopier(device)
+        self.register_extent = self._device.register_extent
+        self.unregister_extent = self._device.unregister_extent
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
         # Begins to hash a copy's slots when it is first called.
         self._copies: dict[int, Callable[[], list[Future[int]]]] = {}
-
-    def register_extent(self, address: int, nbytes: int) -> None:
-        self._device.register_extent(address, nbytes)
-
-    def unregister_extent(self, address: int) -> None:
-        self._device.unregister_extent(address)
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.store(jobs)
