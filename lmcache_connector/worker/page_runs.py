@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +28,7 @@ MAX_RUNS_PER_BLOCK = 4096
 _USE_WHOLE_PAGES = "choose a layout with whole pages, VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
 
 
-@dataclass(frozen=True)
-class LayerRuns:
+class LayerRuns(NamedTuple):
     """One layer's page as runs, before layers are merged. Addresses are of block 0, ascending."""
 
     name: str

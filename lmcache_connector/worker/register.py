@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,8 +26,7 @@ from lmcache_connector.worker.group_edits import PageView, page_view
 RegisteredCache = torch.Tensor | Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class RankFacts:
+class RankFacts(NamedTuple):
     """Where this worker stands among the engine's workers: fields of its WorkerGeometry."""
 
     rank: int = 0
@@ -38,8 +37,7 @@ class RankFacts:
     backends: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Registration:
+class Registration(NamedTuple):
     """What this rank can copy. ``runs`` is one to one with ``geometry.kernel_groups``."""
 
     geometry: WorkerGeometry
@@ -92,7 +90,7 @@ def register_kv_caches(
     if problems:
         raise GeometryError("\n".join(problems))
     geometry = WorkerGeometry(
-        **asdict(ranks),
+        **ranks._asdict(),
         chunk_tokens=chunk_tokens,
         engine_groups=engine_group_infos(kernel_groups),
         kernel_groups=tuple(kernel_groups),
