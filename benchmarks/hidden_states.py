@@ -83,7 +83,6 @@ def _ours(stack: ExitStack) -> HiddenStateStore:
     assert kv.hidden is not None
     memory = PoolClient(memory_path(folder / "a.sock"), 0, "")
     stack.callback(memory.close)
-    memory.start()
     chain = ChunkChain(TokenDatabase(NAMESPACE, CHUNK))
     chain.extend(lambda start, end: IDS[start:end], TOKENS)
     assert kv.wait_ready(10)
@@ -95,7 +94,6 @@ def _ours(stack: ExitStack) -> HiddenStateStore:
     stack.callback(client.close)
     rows = PoolClient(memory_path(Path(kv.hidden.endpoint.removeprefix("ipc://"))), 0, "e/rows")
     stack.callback(rows.close)
-    rows.start()
     store = HiddenStateStore(client, rows, TokenDatabase(NAMESPACE, CHUNK))
     stack.callback(store.close)
     while not client.wait_ready(1.0):

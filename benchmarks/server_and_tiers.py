@@ -72,7 +72,6 @@ def ask(endpoint: str, number: int, tokens: int, results: Any) -> None:
     hashes = [os.urandom(32) for _ in range(tokens // CHUNK)]
     memory = sockets.memory_path(Path(endpoint.removeprefix("ipc://")))
     worker = PoolClient(memory, 0, name)
-    worker.start()
     client = StoreClient(endpoint, RegisterKVCache(name, "bench", os.urandom(32), [geometry()]))
     while not client.wait_ready(10.0):
         time.sleep(0.01)

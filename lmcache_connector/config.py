@@ -1,4 +1,4 @@
-"""The configuration: one table of options, one parser, one frozen result.
+"""The configuration: one frozen result, whose fields are the table of options, and its parser.
 
 Both sides of a connector parse the same input. Precedence: ``kv_connector_extra_config``, then
 environment ``LMCACHE_`` + the key in upper case, then the YAML file named by
@@ -13,9 +13,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import yaml
@@ -39,40 +40,6 @@ _CREDENTIALS = re.compile(r"(?<=://)(?!/).*(?:@|%40)|(?<=%2F%2F).*(?:@|%40)", re
 _LayerIndex = Annotated[int, msgspec.Meta(ge=-(1 << 15), lt=1 << 15)]
 _Layers = Annotated[list[_LayerIndex], msgspec.Meta(min_length=1)]
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-
-
-class Config(msgspec.Struct, frozen=True):
-    """Final values. Meaning, unit and default of each stand in ``OPTIONS``."""
-
-    chunk_size: int | None
-    max_local_cpu_bytes: int
-    save_decode_cache: bool
-    server: str | None
-    tiers: tuple[str, ...]
-    local_disk: str | None
-    remote_url: str | None
-    load_timeout: float
-    lookup_timeout: float
-    fail_on_load_error: bool
-    min_hit_tokens: int
-    max_offload_tokens: int | None
-    # Read further in hidden_states/settings.py.
-    extract_hidden_states: dict[str, object]
-    enable_hidden_state_cache: bool
-    max_hidden_state_cpu_bytes: int | None
-    hidden_state_layers: tuple[int, ...] | None
-    hidden_state_dtype: str
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Of the pool of hidden states; 0 where there is none."""
-        return (self.max_hidden_state_cpu_bytes or 0) if self.enable_hidden_state_cache else 0
-
-    @property
-    def tier_urls(self) -> tuple[str, ...]:
-        """All tiers, nearest first."""
-        urls = (self.local_disk, *self.tiers, self.remote_url)
-        return tuple(url for url in urls if url is not None)
 
 
 class LoadedConfig(NamedTuple):
@@ -99,19 +66,28 @@ def _show(value: object, none: str = "none") -> str:
 
 
 class Option(NamedTuple):
-    """One key. ``parse`` takes JSON, YAML or environment values and raises ValueError with what
-    it expected; ``show`` is its inverse for logs."""
+    """One key, and its field of Config. ``parse`` takes JSON, YAML or environment values and raises
+    ValueError with what it expected; ``show`` is its inverse for logs."""
 
-    name: str
+    field: str
     default: object
     parse: Callable[[object], object]
     help: str
-    show: Callable[[object], str] = _show
+    show: Callable[[object], str]
 
     @property
-    def field(self) -> str:
-        """Attribute of Config, which holds sizes in bytes."""
-        return self.name.replace("cpu_size", "cpu_bytes")
+    def name(self) -> str:
+        return self.field.replace("cpu_bytes", "cpu_size")
+
+
+def _option(
+    default: object,
+    parse: Callable[[object], object],
+    help: str,
+    show: Callable[[object], str] = _show,
+) -> Any:
+    """A field of Config that is read as such an Option."""
+    return field(metadata={"default": default, "parse": parse, "help": help, "show": show})
 
 
 def parse_tokens(value: object) -> int:
@@ -230,118 +206,104 @@ def _show_size(value: object) -> str:
     return f"{value}B"
 
 
-OPTIONS = (
-    Option(
-        "chunk_size",
+@dataclass(frozen=True)
+class Config:
+    """Final values. Sizes are in bytes, and their keys end with ``_size``."""
+
+    chunk_size: int | None = _option(
         None,
         _or_none("auto", _parse_chunk_size),
         "Tokens per cached chunk. `auto`: 256 rounded up to the smallest multiple that the "
         "model's block sizes allow. An illegal value is refused and the legal one named.",
         show=partial(_show, none="auto"),
-    ),
-    Option(
-        "max_local_cpu_size",
+    )
+    max_local_cpu_bytes: int = _option(
         4,
         parse_size,
         "CPU memory of the KV pool: a number of GiB, or text such as `512MiB`. Per engine core "
         "(data-parallel rank), all its tensor- and pipeline-parallel ranks together.",
         show=_show_size,
-    ),
-    Option(
-        "save_decode_cache",
+    )
+    save_decode_cache: bool = _option(
         False,
         _parse_bool,
         "`true`: also store the KV of generated tokens, not only of prompts.",
-    ),
-    Option(
-        "server",
+    )
+    server: str | None = _option(
         None,
         _or_none("none", parse_endpoint),
         "Socket of a shared cache server on this host, such as `ipc:///run/lmcache/kv`; `none`: "
         "the engine has a pool of its own.",
-    ),
-    Option(
-        "tiers",
+    )
+    tiers: tuple[str, ...] = _option(
         (),
         _parse_urls,
         "Storage behind the pool, nearest first: a list of URLs (`file:`, `redis:`, `s3:`, `gs:`, "
         "`az:`, `mooncake:`). With `server` they are given to the server.",
-    ),
-    Option(
-        "local_disk",
+    )
+    local_disk: str | None = _option(
         None,
         _or_none("none", parse_url),
         "One more tier, before the others; LMCache's name for it.",
-    ),
-    Option(
-        "remote_url",
+    )
+    remote_url: str | None = _option(
         None,
         _or_none("none", parse_url),
         "One more tier, behind the others; LMCache's name for it.",
-    ),
-    Option(
-        "load_timeout",
+    )
+    load_timeout: float = _option(
         10,
         _parse_seconds,
         "Seconds until a load that has not started is given up and its tokens are recomputed.",
         show="{:g}s".format,
-    ),
-    Option(
-        "lookup_timeout",
+    )
+    lookup_timeout: float = _option(
         2,
         _parse_seconds,
         "Seconds that a request may wait for the answer of a slow storage tier; then it is a miss.",
         show="{:g}s".format,
-    ),
-    Option(
-        "fail_on_load_error",
+    )
+    fail_on_load_error: bool = _option(
         False,
         _parse_bool,
         "`true`: leave vLLM's own `kv_load_failure_policy` in force, which may fail the request. "
         "`false`: a failed load is recomputed.",
-    ),
-    Option(
-        "min_hit_tokens",
+    )
+    min_hit_tokens: int = _option(
         0,
         parse_tokens,
         "Hits of fewer tokens are not loaded. A request may set it in `kv_transfer_params`.",
-    ),
-    Option(
-        "max_offload_tokens",
+    )
+    max_offload_tokens: int | None = _option(
         None,
         _or_none("none", parse_tokens),
         "Only the first so many tokens of a request are stored; `none`: all. A request may set "
         "it in `kv_transfer_params`.",
-    ),
-    Option(
-        "enable_hidden_state_cache",
+    )
+    enable_hidden_state_cache: bool = _option(
         False,
         _parse_bool,
         "`true`: hidden states are kept too, by `hidden_state_store`; else that is `None`.",
-    ),
-    Option(
-        "max_hidden_state_cpu_size",
+    )
+    max_hidden_state_cpu_bytes: int | None = _option(
         None,
         _or_none("none", parse_size),
         "CPU memory of their pool, beside that of the KV. With `server` it is given to the server.",
         show=_show_size,
-    ),
-    Option(
-        "hidden_state_layers",
+    )
+    hidden_state_layers: tuple[int, ...] | None = _option(
         None,
         _or_none("all", _parse_layers),
         "Layers to store the rows of. A prefix is a hit only as far as it has those of all of "
         "them. `all`: whatever is given, and KV alone is a hit.",
         show=partial(_show, none="all"),
-    ),
-    Option(
-        "hidden_state_dtype",
+    )
+    hidden_state_dtype: str = _option(
         "native",
         _parse_hidden_dtype,
         "`native`: hidden states are kept in the dtype they are given in; `float32`: converted.",
-    ),
-    Option(
-        "extract_hidden_states",
+    )
+    extract_hidden_states: dict[str, object] = _option(
         {},
         _parse_mapping,
         "Exports the rows that vLLM's `extract_hidden_states` keeps: a mapping with "
@@ -349,8 +311,21 @@ OPTIONS = (
         "`layers`, `opt_in`, `max_size`, `ttl`, `max_queued_size`, `num_writer_threads`, "
         "`use_synchronization_lock`, `allow_custom_save_path`; `{}`: no files.",
         show=json.dumps,
-    ),
-)
+    )
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the pool of hidden states; 0 where there is none."""
+        return (self.max_hidden_state_cpu_bytes or 0) if self.enable_hidden_state_cache else 0
+
+    @property
+    def tier_urls(self) -> tuple[str, ...]:
+        """All tiers, nearest first."""
+        urls = (self.local_disk, *self.tiers, self.remote_url)
+        return tuple(url for url in urls if url is not None)
+
+
+OPTIONS = tuple(Option(one.name, **one.metadata) for one in fields(Config))
 _BY_NAME = {option.name: option for option in OPTIONS}
 _VARIABLES = {ENV_PREFIX + name.upper(): name for name in _BY_NAME}
 
@@ -391,8 +366,8 @@ def load_config(extra_config: Mapping[str, object], environ: Mapping[str, str]) 
             values[name], origins[name] = value, origin
     if problems:
         raise ConfigError(*problems)
-    parsed = {option.field: option.parse(values[option.name]) for option in OPTIONS}
-    config = msgspec.convert(parsed, Config)
+    parsed: dict[str, Any] = {one.field: one.parse(values[one.name]) for one in OPTIONS}
+    config = Config(**parsed)
     if config.enable_hidden_state_cache and not (config.server or config.hidden_bytes >> 20):
         raise ConfigError("hidden states: set max_hidden_state_cpu_size to some GiB, such as 4.")
     return LoadedConfig(config, origins, _unread_variables(environ))

@@ -80,7 +80,7 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.scheduler_side.on_handshake(list(metadata.values()))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self.scheduler_side.bind_null_block(gpu_block_pool.null_block.block_id)
+        self.scheduler_side.scheduler.null_block_id = gpu_block_pool.null_block.block_id
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.on_new_request(request)
@@ -94,7 +94,8 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.scheduler_side.after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        scheduler = self.scheduler_side.scheduler
+        scheduler.after_alloc(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return self.scheduler_side.build_step(scheduler_output)
@@ -113,10 +114,10 @@ class LMCacheHybridConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self.scheduler_side.on_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side.has_pending_work()
+        return self.scheduler_side.scheduler.has_pending_work()
 
     def reset_cache(self) -> bool:
-        self.scheduler_side.reset()
+        self.scheduler_side.scheduler.reset()
         return True
 
     # ---- worker side, in call order -------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from lmcache_connector.errors import GeometryError
@@ -20,19 +21,19 @@ from lmcache_connector.storage.base import GroupShards
 _MAX_PERIOD = 4096
 
 
+@dataclass(eq=False)
 class GroupLayout:
     """One object group over all ranks."""
 
-    def __init__(self, tag: str, rule: ReuseRule, num_shards: int, chunk_tokens: int) -> None:
-        self.tag = tag
-        self.rule = rule
-        self.num_shards = num_shards
-        self.chunk_tokens = chunk_tokens
-        # Engine group id -> tokens per block.
-        self.tokens_per_block: dict[int, int] = {}
-        # Rank -> the shard that it stores.
-        self.owned_shard: dict[int, int] = {}
-        self._owners: dict[int, tuple[WorkerGeometry, ObjectGroup]] = {}
+    tag: str
+    rule: ReuseRule
+    num_shards: int
+    chunk_tokens: int
+    # Engine group id -> tokens per block.
+    tokens_per_block: dict[int, int] = field(default_factory=dict)
+    # Rank -> the shard that it stores.
+    owned_shard: dict[int, int] = field(default_factory=dict)
+    _owners: dict[int, tuple[WorkerGeometry, ObjectGroup]] = field(default_factory=dict)
 
     def add_rank(self, geometry: WorkerGeometry, group: ObjectGroup) -> None:
         """Account for a rank that holds layers of this group, which is ``group`` there."""

@@ -21,7 +21,6 @@ from lmcache_connector import (
 )
 from lmcache_connector.config import describe, parse_request_params
 from lmcache_connector.counters import Counters
-from lmcache_connector.errors import StartupError
 from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.hidden_states.extract import Extractor
 from lmcache_connector.hidden_states.store import HiddenStateStore
@@ -37,7 +36,6 @@ from lmcache_connector.server.messages import RegisterHiddenStates, RegisterKVCa
 from lmcache_connector.server.sockets import hidden_endpoint, memory_path
 from lmcache_connector.server.store_client import StoreClient
 from lmcache_connector.setup import Setup
-from lmcache_connector.storage.pool import check_pool_size
 from lmcache_connector.storage.session import StoreSession
 from lmcache_connector.worker.register import RankFacts, register_kv_caches
 from lmcache_connector.worker.transfer import make_copier
@@ -80,7 +78,7 @@ class SchedulerSide:
             needs_salt=omni_stage.has_placeholders(vllm_config),
         )
         self._salts: dict[str, str] = {}  # of requests that have not run yet
-        self._scheduler = CacheScheduler(
+        self.scheduler = CacheScheduler(
             config,
             self._namespace,
             can_load=transfer.is_kv_consumer,
@@ -119,9 +117,6 @@ class SchedulerSide:
     def _namespace(self, fingerprints: Sequence[str], nonce: str) -> bytes:
         return namespace_digest({**self._facts, "geometry": ",".join(fingerprints), "reset": nonce})
 
-    def bind_null_block(self, block_id: int) -> None:
-        self._scheduler.null_block_id = block_id
-
     def on_handshake(self, metadata: Sequence[Any]) -> None:
         """All ranks' registrations, before the first request. Under a MultiConnector these may be
         another child's: then the workers' first reports bring ours."""
@@ -136,7 +131,7 @@ class SchedulerSide:
     def _attach(self, geometries: Sequence[WorkerGeometry], wait_seconds: float) -> None:
         setup, model = self._setup, str(self._vllm_config.model_config.model)
         layout = self._layout = CacheLayout(geometries)
-        namespace = self._scheduler.namespace(layout)
+        namespace = self.scheduler.namespace(layout)
         store: EmbeddedStore | StoreClient
         hidden: StoreSession | StoreClient | None = None
         if setup.config.server is not None:
@@ -152,9 +147,6 @@ class SchedulerSide:
                     self._hidden_endpoint, RegisterHiddenStates(*who, setup.hidden_groups)
                 )
         else:
-            row_bytes = layout.largest_row_bytes()
-            if problem := check_pool_size(setup.config.max_local_cpu_bytes, row_bytes):
-                raise StartupError(problem)
             store = EmbeddedStore(setup.endpoint, model, namespace, layout, setup.config)
             if store.hidden is not None:
                 self._hidden_endpoint = store.hidden.endpoint
@@ -163,7 +155,7 @@ class SchedulerSide:
                         namespace, setup.hidden_groups, PoolRef("", "")
                     )
         tags = [group.tag for group in setup.hidden_groups]
-        self._scheduler.attach(layout, store, hidden, tags)
+        self.scheduler.attach(layout, store, hidden, tags)
         self._log_start(layout, geometries[0], store.wait_ready(wait_seconds))
 
     def _log_start(self, layout: CacheLayout, geometry: WorkerGeometry, ready: bool) -> None:
@@ -218,33 +210,28 @@ class SchedulerSide:
         if not self._block_size_checked:
             self._check_block_size()
         if request.lora_request and self._adapters.replaces(request.lora_request):
-            self._scheduler.reset()
+            self.scheduler.reset()
         view = self._view(request)
         params, warnings = parse_request_params(view.kv_transfer_params, self._setup.config)
         for warning in warnings:
             warn_every(logger, "request parameters", 60.0, "%s", warning)
-        self._scheduler.on_new_request(view, params)
+        self.scheduler.on_new_request(view, params)
         if request.cache_salt and self._setup.hidden_shape is not None:
             self._salts[view.request_id] = request.cache_salt
         if self._exports is not None and vllm_request.has_token_ids(request):
             self._exports.arrive(view, view.kv_transfer_params)
 
     def match(self, request: Request, local_tokens: int) -> int | None:
-        if not self._scheduler.knows(request.request_id):
+        if not self.scheduler.knows(request.request_id):
             self.on_new_request(request)
-        return self._scheduler.match(request.request_id, local_tokens)
-
-    def after_alloc(
-        self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int
-    ) -> None:
-        self._scheduler.after_alloc(request.request_id, block_ids, external_tokens)
+        return self.scheduler.match(request.request_id, local_tokens)
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta:
         view = vllm_request.step_view(scheduler_output)
-        meta = self._scheduler.build_step(view)
+        meta = self.scheduler.build_step(view)
         meta.salts = {name: self._salts.pop(name) for name in self._salts.keys() & view.scheduled}
         if self._hidden_endpoint is not None:
-            meta.hidden = HiddenRef(self._hidden_endpoint, self._scheduler.chunk_namespace)
+            meta.hidden = HiddenRef(self._hidden_endpoint, self.scheduler.chunk_namespace)
         if self._exports is not None:
             meta.extract = self._exports.step(view.scheduled)
         return meta
@@ -252,17 +239,17 @@ class SchedulerSide:
     def on_worker_meta(self, meta: Any) -> None:
         if not isinstance(meta, WorkerMeta):
             return
-        if not self._scheduler.attached:
+        if self._layout is None:
             self._early_geometries |= {geometry.rank: geometry for geometry in meta.geometries}
             if len(self._early_geometries) == self._num_ranks:
                 self._attach(list(self._early_geometries.values()), wait_seconds=0.0)
-        self._scheduler.on_worker_meta(meta)
+        self.scheduler.on_worker_meta(meta)
 
     def on_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """(whether its blocks are still needed, what its answer tells)."""
-        self._scheduler.on_finished(request.request_id)
+        self.scheduler.on_finished(request.request_id)
         self._salts.pop(request.request_id, None)
         if self._exports is None:
             return False, None
@@ -271,32 +258,22 @@ class SchedulerSide:
         path = self._exports.finish(view, block_ids, self._layout, normally=normally)
         return path is not None, {"hidden_states_path": path} if path is not None else None
 
-    def has_pending_work(self) -> bool:
-        return self._scheduler.has_pending_work()
-
-    def reset(self) -> None:
-        self._scheduler.reset()
-
     def on_weights(self, *, local_hits_are_new: bool) -> None:
-        self._scheduler.reset(local_hits_are_new=local_hits_are_new)
+        self.scheduler.reset(local_hits_are_new=local_hits_are_new)
 
     def on_adapter(self, lora: LoRARequest) -> None:
         if self._adapters.replaces(lora):
             # Requests that run with it go on with other weights.
-            self._scheduler.reset()
+            self.scheduler.reset()
         # What cannot be read is told when a request comes with it.
         with contextlib.suppress(OSError):
             self._adapters.digest(lora, check=True)
 
     def take_counters(self) -> dict[str, Any]:
-        return self._scheduler.take_counters()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when any bookkeeping of this side does not add up."""
-        self._scheduler.check_integrity()
+        return self.scheduler.take_counters()
 
     def shutdown(self) -> None:
-        self._scheduler.shutdown()
+        self.scheduler.shutdown()
 
 
 class WorkerSide:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from lmcache_connector.keys import AdapterStamp, adapter_digest, adapter_stamp
@@ -83,21 +84,10 @@ class VllmRequest:
         if needs_salt and not request.cache_salt:
             self.uncacheable = "requests whose prompt is placeholders and that have no cache_salt"
 
-    @property
-    def request_id(self) -> str:
-        return str(self._request.request_id)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self._request.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self._request.num_prompt_tokens)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        return int(self._request.num_computed_tokens)
+    request_id = property(attrgetter("_request.request_id"))
+    num_tokens = property(attrgetter("_request.num_tokens"))
+    num_prompt_tokens = property(attrgetter("_request.num_prompt_tokens"))
+    num_computed_tokens = property(attrgetter("_request.num_computed_tokens"))
 
     @property
     def skip_reading(self) -> bool:
@@ -113,12 +103,8 @@ class VllmRequest:
 
     def extra(self) -> Callable[[int, int], object | None] | None:
         request = self._request
-        if not (
-            request.mm_features
-            or request.lora_request
-            or request.cache_salt
-            or request.prompt_embeds is not None
-        ):
+        has_more = request.mm_features or request.lora_request or request.cache_salt
+        if not has_more and request.prompt_embeds is None:
             return None
         if request.lora_request:
             # Raises here, not in the middle of a chain.

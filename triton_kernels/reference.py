@@ -100,13 +100,20 @@ def _copy_runs(
     if long_runs or short_batches or run_bytes >= MAX_ITEM_WORDS * np.dtype(word).itemsize:
         _move_runs(source, target, firsts, run_bytes)
         return
-    copy_piece = _gather_piece if to_slots else _scatter_piece
     longest = max(1, PIECE_BYTES // run_bytes)
     ends = [*cuts.tolist(), count]
     for begin, end in zip([0, *ends], ends, strict=False):
         for first in range(begin, end, longest):
             piece = pages[first : min(first + longest, end)]
-            copy_piece(piece, int(slots[first]), run_pitch, run_bytes, word)
+            items, index = _items(piece, run_bytes, word)
+            memory = _Memory(int(slots[first]), len(piece), run_pitch, run_bytes, word)
+            in_slots = np.asarray(memory)
+            if to_slots:
+                # np.take wants both arrays contiguous, or goes through copies.
+                chosen, out = torch.from_numpy(index), torch.from_numpy(in_slots)
+                torch.index_select(torch.from_numpy(items), 0, chosen, out=out)
+            else:
+                items[index] = in_slots
 
 
 def _move_runs(
@@ -148,24 +155,6 @@ def _items(
     index = (addresses - lowest) // step
     count = int(index.max()) + 1
     return np.asarray(_Memory(lowest, count, step, item_bytes, word)), index
-
-
-def _gather_piece(
-    pages: Int64Array, slot: int, run_pitch: int, run_bytes: int, word: type[np.generic]
-) -> None:
-    items, index = _items(pages, run_bytes, word)
-    target = np.asarray(_Memory(slot, len(pages), run_pitch, run_bytes, word))
-    # np.take wants both arrays contiguous, or goes through copies.
-    torch.index_select(
-        torch.from_numpy(items), 0, torch.from_numpy(index), out=torch.from_numpy(target)
-    )
-
-
-def _scatter_piece(
-    pages: Int64Array, slot: int, run_pitch: int, run_bytes: int, word: type[np.generic]
-) -> None:
-    items, index = _items(pages, run_bytes, word)
-    items[index] = np.asarray(_Memory(slot, len(pages), run_pitch, run_bytes, word))
 
 
 # ---- rows of hidden states ---------------------------------------------------------------------

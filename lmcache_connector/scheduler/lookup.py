@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from lmcache_connector.config import Config
 from lmcache_connector.groups import FULL
+from lmcache_connector.keys import TokenDatabase
 from lmcache_connector.layout import CacheLayout
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.scheduler import allocate
@@ -23,34 +25,26 @@ logger = init_logger(__name__)
 _NUM_PREFETCHED = 16
 
 
+@dataclass(eq=False)
 class Lookups:
     """All lookups of one store. No call waits."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: CacheLayout,
-        store: Store,
-        ids: Iterator[int],
-        ledger: Ledger,
-        hidden: Store | None = None,
-        hidden_tags: Sequence[str] = (),
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._store = store
-        self._ids = ids
-        self._ledger = ledger
-        # Rows of all these tags are needed with the KV of a chunk.
-        self._hidden = hidden
-        self._hidden_tags = hidden_tags
-        self._rules = [group.rule for group in layout.groups] + [FULL] * len(hidden_tags)
-        # Requests that vLLM has not asked about yet, oldest first.
-        self._backlog: dict[str, RequestState] = {}
+    _config: Config
+    layout: CacheLayout
+    store: Store
+    # Where the keys of this generation start.
+    database: TokenDatabase
+    _ids: Iterator[int]
+    _ledger: Ledger
+    # Rows of all these tags are needed with the KV of a chunk.
+    hidden: Store | None
+    _hidden_tags: Sequence[str]
+    # Requests that vLLM has not asked about yet, oldest first.
+    _backlog: dict[str, RequestState] = field(default_factory=dict)
 
     def expect(self, state: RequestState) -> None:
         """A request arrived. What it needs from a tier is worth fetching before its turn."""
-        if self._store.has_tiers:
+        if self.store.has_tiers:
             self._backlog[state.view.request_id] = state
 
     def prefetch(self) -> None:
@@ -89,15 +83,15 @@ class Lookups:
             state.lookup = None
 
     def _let_go(self, lookup: Lookup) -> None:
-        self._store.release(lookup.lookup_id)
-        if self._hidden is not None:
-            self._hidden.release(lookup.lookup_id)
+        self.store.release(lookup.lookup_id)
+        if self.hidden is not None:
+            self.hidden.release(lookup.lookup_id)
 
     def load(self, state: RequestState) -> None:
         """A load has taken over the pins of the KV. Those of hidden states stay until ``read``."""
         self.read(state)
-        if self._hidden is not None and state.lookup is not None:
-            self._store.release(state.lookup.lookup_id)
+        if self.hidden is not None and state.lookup is not None:
+            self.store.release(state.lookup.lookup_id)
             state.reading, state.lookup = state.lookup, None
         self.drop(state)
 
@@ -132,7 +126,7 @@ class Lookups:
 
     def _advance(self, state: RequestState, lookup: Lookup) -> None:
         """One round: which rows are there, then those of the best boundary into the pool."""
-        chunk_tokens = self._layout.chunk_tokens
+        chunk_tokens = self.layout.chunk_tokens
         if lookup.best is None:
             base = lookup.local_tokens // chunk_tokens
             wanted = []
@@ -141,7 +135,7 @@ class Lookups:
             if not wanted:
                 lookup.boundary = lookup.local_tokens
                 return
-            reply = self._store.lookup(lookup.lookup_id, wanted, base)
+            reply = self.store.lookup(lookup.lookup_id, wanted, base)
             hidden = self._find_hidden(state, lookup, base)
             present = reply.present + hidden.present
             if LookupState.PENDING in (reply.state, hidden.state):
@@ -157,10 +151,10 @@ class Lookups:
     def _find_hidden(self, state: RequestState, lookup: Lookup, base: int) -> LookupReply:
         """As of the KV, but a chunk has its rows only if all before it have them: who reads them
         reads those of what the engine's own cache serves too."""
-        if self._hidden is None:
+        if self.hidden is None:
             return LookupReply(LookupState.READY, [])
-        last = (lookup.num_tokens - 1) // self._layout.chunk_tokens
-        reply = self._hidden.lookup(lookup.lookup_id, state.chain.hashes[:last], 0)
+        last = (lookup.num_tokens - 1) // self.layout.chunk_tokens
+        reply = self.hidden.lookup(lookup.lookup_id, state.chain.hashes[:last], 0)
         head = (1 << base) - 1
         masks = [mask >> base if mask & head == head else 0 for (mask,) in reply.present]
         return LookupReply(reply.state, [[mask] for mask in masks])
@@ -170,22 +164,23 @@ class Lookups:
         if lookup.kept != boundary:
             lookup.kept = boundary
             lookup.keep = allocate.wanted_rows(
-                self._layout, state.chain, boundary, lookup.local_tokens
+                self.layout, state.chain, boundary, lookup.local_tokens
             )
-            end = boundary // self._layout.chunk_tokens if lookup.keep else 0
+            end = boundary // self.layout.chunk_tokens if lookup.keep else 0
             hashes = state.chain.hashes[:end]
             lookup.keep_hidden = [(name, tag) for name in hashes for tag in self._hidden_tags]
-        states = [self._store.narrow(lookup.lookup_id, lookup.keep)]
-        if self._hidden is not None:
-            states.append(self._hidden.narrow(lookup.lookup_id, lookup.keep_hidden))
+        states = [self.store.narrow(lookup.lookup_id, lookup.keep)]
+        if self.hidden is not None:
+            states.append(self.hidden.narrow(lookup.lookup_id, lookup.keep_hidden))
         order = (LookupState.GONE, LookupState.PENDING, LookupState.READY)
         return min(states, key=order.index)
 
     def _best_boundary(self, state: RequestState, lookup: Lookup, present: list[list[int]]) -> int:
+        rules = [group.rule for group in self.layout.groups] + [FULL] * len(self._hidden_tags)
         boundary = servable_boundary(
-            self._rules,
+            rules,
             present,
-            chunk_tokens=self._layout.chunk_tokens,
+            chunk_tokens=self.layout.chunk_tokens,
             local_tokens=lookup.local_tokens,
             num_tokens=lookup.num_tokens,
         )

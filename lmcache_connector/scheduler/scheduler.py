@@ -10,7 +10,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lmcache_connector import metadata
@@ -42,18 +41,6 @@ _CHUNKS_IN_FLIGHT = 64
 _STATS_SECONDS = 0.5
 
 
-@dataclass(slots=True)
-class _Open:
-    """What there is once the workers' geometry is known."""
-
-    layout: CacheLayout
-    store: Store
-    lookups: Lookups
-    # Where the keys of this generation start.
-    database: TokenDatabase
-    hidden: Store | None
-
-
 class CacheScheduler:
     """State machine of all requests of one engine core.
 
@@ -79,7 +66,8 @@ class CacheScheduler:
         self._checkpoint_groups = checkpoint_groups
         self.ledger = Ledger(counters)
         self.null_block_id = 0
-        self._open: _Open | None = None
+        # What there is once the workers' geometry is known.
+        self._open: Lookups | None = None
         self._next_stats = 0.0
         self._requests: dict[str, RequestState] = {}
         self._stores: dict[int, PendingStore] = {}
@@ -92,11 +80,6 @@ class CacheScheduler:
         self._reset_nonce = ""
         self._trusts_local_hits = True
 
-    @property
-    def attached(self) -> bool:
-        """Whether the workers' geometry is known and a store is open."""
-        return self._open is not None
-
     def attach(
         self,
         layout: CacheLayout,
@@ -106,9 +89,10 @@ class CacheScheduler:
     ) -> None:
         """Open for business. Until then everything is a miss. ``hidden`` has rows of all of
         ``hidden_tags``, in this order, that a hit needs too."""
-        lookups = Lookups(self._config, layout, store, self._ids, self.ledger, hidden, hidden_tags)
         database = TokenDatabase(self.namespace(layout), layout.chunk_tokens)
-        self._open = _Open(layout, store, lookups, database, hidden)
+        self._open = Lookups(
+            self._config, layout, store, database, self._ids, self.ledger, hidden, hidden_tags
+        )
 
     @property
     def chunk_namespace(self) -> bytes:
@@ -130,7 +114,7 @@ class CacheScheduler:
             view, ChunkChain(self._open.database), params, num_prompt_tokens=view.num_prompt_tokens
         )
         if self._can_load and not view.skip_reading and not view.uncacheable:
-            self._open.lookups.expect(state)
+            self._open.expect(state)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request arrived and has not ended."""
@@ -154,7 +138,7 @@ class CacheScheduler:
             return 0
         if self._reason_uncacheable(state):
             return 0
-        boundary = self._open.lookups.find(state, local_tokens)
+        boundary = self._open.find(state, local_tokens)
         return None if boundary is None else boundary - local_tokens
 
     def _reason_uncacheable(self, state: RequestState) -> str | None:
@@ -173,7 +157,7 @@ class CacheScheduler:
         state, opened = self._requests.get(request_id), self._open
         if external_tokens == 0:
             if state is not None and opened is not None:
-                opened.lookups.drop(state)
+                opened.drop(state)
             return
         # From here on vLLM waits for a report: whatever is wrong becomes a failed load.
         load_id, num_ranks, incarnation = next(self._ids), 1, ""
@@ -186,7 +170,7 @@ class CacheScheduler:
                 objects = self._plan_load(opened, state.lookup, load_id, block_ids, external_tokens)
         if state is not None:
             if opened is not None:
-                opened.lookups.load(state)
+                opened.load(state)
             state.load_id = load_id
         deadline = time.monotonic() + self._config.load_timeout
         self._new_loads.append(metadata.LoadOp(load_id, request_id, incarnation, deadline, objects))
@@ -196,7 +180,7 @@ class CacheScheduler:
 
     def _plan_load(
         self,
-        opened: _Open,
+        opened: Lookups,
         lookup: Lookup,
         load_id: int,
         block_ids: Sequence[Sequence[int]],
@@ -227,21 +211,21 @@ class CacheScheduler:
         opened = self._open
         if opened is None:
             return metadata.StepMeta(loads=loads)
-        opened.lookups.prefetch()
+        opened.prefetch()
         stores = []
         for request_id, num_scheduled in step.scheduled.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             if state.reading is not None and state.view.num_tokens > state.reading.num_tokens:
-                opened.lookups.read(state)
+                opened.read(state)
             end = state.view.num_computed_tokens + num_scheduled
             if self._can_store and (op := self._plan_store(opened, state, step, end)):
                 stores.append(op)
         return metadata.StepMeta(opened.store.pool_ref, stores, loads)
 
     def _plan_store(
-        self, opened: _Open, state: RequestState, step: StepView, end: int
+        self, opened: Lookups, state: RequestState, step: StepView, end: int
     ) -> metadata.StoreOp | None:
         """Reserve slots for the chunks that this step completes and that are worth keeping."""
         view = state.view
@@ -260,7 +244,7 @@ class CacheScheduler:
             return None
         chunks = range(state.next_chunk, end_chunk)
         state.next_chunk = end_chunk
-        if len(state.chain.hashes) < end_chunk and not opened.lookups.extend_chain(state):
+        if len(state.chain.hashes) < end_chunk and not opened.extend_chain(state):
             return None
         block_ids = step.block_ids(view.request_id)
         if block_ids is None:
@@ -360,7 +344,7 @@ class CacheScheduler:
             or pending.attempt != state.attempt
             or pending.num_prompt_tokens != state.view.num_prompt_tokens
             or self._open is None
-            or not self._open.lookups.extend_chain(state)
+            or not self._open.extend_chain(state)
         ):
             return
         pending.bind(state.chain.hashes)
@@ -402,8 +386,8 @@ class CacheScheduler:
 
     def _forget_lookups(self, state: RequestState) -> None:
         if self._open is not None:
-            self._open.lookups.drop(state)
-            self._open.lookups.read(state)
+            self._open.drop(state)
+            self._open.read(state)
 
     def has_pending_work(self) -> bool:
         """Whether workers' reports are awaited, so that an idle engine must keep stepping."""

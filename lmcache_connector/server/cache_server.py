@@ -72,10 +72,13 @@ class Instance:
 
 
 class CacheServer:
-    """Serves an engine's sessions and management at the endpoint of ``service``.
+    """Serves an engine's sessions and management at the endpoint of ``service``, until ``close``.
 
     Args:
         embedded: the instance whose store lives in this process; no other can register.
+
+    Raises:
+        OSError: the socket cannot be made.
     """
 
     def __init__(
@@ -94,16 +97,8 @@ class CacheServer:
         # Those of large pools take longer than others wait for an answer.
         self._clearing = ThreadPoolExecutor(1, "lmcache-clear")
         self._open_clears = self._cleared_rows = 0
-        self._thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
         service.on_control_end = lambda token: self._post(partial(self._end_session, token))
         service.on_workers_gone = lambda name: self._post(partial(self._remove_if_gone, name))
-
-    def start(self) -> None:
-        """Listen. The service must have been started: it owns the endpoint's name.
-
-        Raises:
-            OSError: the socket cannot be made.
-        """
         soft, hard = getrlimit(RLIMIT_NOFILE)
         # libzmq aborts the process when no descriptor is left for somebody who connects.
         setrlimit(RLIMIT_NOFILE, (max(soft, min(hard, _MAX_FILES)), hard))
@@ -117,16 +112,14 @@ class CacheServer:
             self._router.setsockopt(zmq.IPC_FILTER_UID, uid)
         self._router.bind(f"ipc://{self._service.endpoint}")
         self._service.endpoint.chmod(0o666 if self._service.allowed_uids else 0o600)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return self._thread.is_alive()
+        # Requests are answered as long as it lives.
+        self.thread = threading.Thread(target=self._run, name="lmcache-server", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Answer no more. The service must have been closed."""
         self._post(partial(setattr, self, "_closing", True))
-        self._thread.join()
+        self.thread.join()
         self._clearing.shutdown(cancel_futures=True)
         os.close(self._wake)
 
@@ -167,7 +160,7 @@ class CacheServer:
         try:
             request = messages.decode_request(frame)
             call = request.call
-            if not self._service.has_token(request.token):
+            if request.token not in self._service.tokens:
                 raise _RenewError("the token of this request is not known")
             return messages.encode_reply(call, self._dispatch(request))
         except (ConnectorError, ValueError) as error:
@@ -306,7 +299,7 @@ class CacheServer:
         if instance is None or instance.token is not None or instance is self._embedded:
             return
         if self._service.remove_instance(name):
-            instance.session.abandon()
+            instance.session.close()
             del self._instances[name]
             logger.info("%s is gone", name)
 

@@ -78,9 +78,6 @@ class PoolClient:
         self._closing = threading.Event()
         self._attached = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-attach", daemon=True)
-
-    def start(self) -> None:
-        """Begin to attach; returns at once."""
         self._thread.start()
 
     def hold(self, incarnation: str) -> bool:
@@ -121,9 +118,8 @@ class PoolClient:
     def _check(self, slot: SlotRef) -> int:
         if not 0 <= slot.extent < len(self._addresses):
             raise ProtocolError(f"{slot} is in an extent that is not mapped")
-        if min(slot.offset, slot.nbytes) < 0 or (
-            slot.offset + slot.nbytes > len(self._maps[slot.extent])
-        ):
+        end = slot.offset + slot.nbytes
+        if min(slot.offset, slot.nbytes) < 0 or end > len(self._maps[slot.extent]):
             raise ProtocolError(f"{slot} reaches beyond its extent")
         return slot.extent
 
@@ -136,8 +132,7 @@ class PoolClient:
             # Wakes the helper thread; the owner does not see this.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RD)
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         if not self._unmap():
             logger.warning("pool memory stays mapped: a view of it is still in use")
         elif self._wanted >= 0:

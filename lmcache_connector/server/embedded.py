@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from lmcache_connector.config import Config
@@ -20,8 +19,8 @@ class EmbeddedStore(StoreSession):
     """The one session of a pool that ends with it.
 
     Raises:
-        StartupError: a tier cannot be used.
-        ValueError, OSError: no such pool can be made, see ``MemoryPool``.
+        StartupError: the pool has no room for a row, or a tier cannot be used.
+        OSError: no such pool can be made, see ``MemoryPool``.
     """
 
     def __init__(
@@ -33,24 +32,16 @@ class EmbeddedStore(StoreSession):
         self._service = PoolService(
             pool.extents, endpoint, on_mapped=lambda count: engine.mark_ready(count - 1)
         )
-        self._service.start()
         self._service.add_instance("", layout.num_ranks)
         super().__init__(engine, namespace, layout.shards(), self._service.pool_ref())
-        engine.sessions.add(self)
         instance = Instance("", model, "", layout, self)
         self._server = CacheServer(engine, self._service, instance)
-        self._server.start()
         size = config.hidden_bytes
         self.hidden = HiddenService(engine, self._service, size) if size else None
 
     def wait_ready(self, timeout: float) -> bool:
         """Whether all workers have mapped the whole pool within ``timeout`` seconds."""
         return self._service.wait_ready(timeout)
-
-    def check_integrity(self, loads: Collection[int], stores: Collection[int]) -> None:
-        super().check_integrity(loads, stores)
-        if self.hidden is not None:
-            self.hidden.engine.check_integrity()
 
     def close(self) -> None:
         if self.hidden is not None:
@@ -59,5 +50,3 @@ class EmbeddedStore(StoreSession):
         self._server.close()
         super().close()
         self._engine.close()
-        if self.hidden is not None:
-            self.hidden.engine.close()

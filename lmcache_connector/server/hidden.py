@@ -10,12 +10,12 @@ from lmcache_connector.storage.pool import MemoryPool
 
 
 class HiddenService:
-    """``engine`` keeps rows that go with the KV in ``kv``, which ``beside`` serves. Close it after
-    the latter: its tiers are the same.
+    """``engine`` keeps rows that go with the KV in ``kv``, which ``beside`` serves, and is closed
+    with it.
 
     Raises:
-        ValueError, OSError: no such pool or socket can be made.
-        StartupError: the endpoint of a server is taken.
+        OSError: no such pool or socket can be made.
+        StartupError: the pool is too small, or the endpoint of a server is taken.
     """
 
     def __init__(self, kv: StorageEngine, beside: PoolService, capacity_bytes: int) -> None:
@@ -29,11 +29,9 @@ class HiddenService:
             exclusive=kv.shared,
             allowed_uids=beside.allowed_uids,
         )
-        self._service.start()
         # Where to register.
         self.endpoint = f"ipc://{self._service.endpoint}"
         self._server = CacheServer(self.engine, self._service)
-        self._server.start()
 
     def end(self) -> None:
         """Serve no more."""

@@ -8,13 +8,14 @@ kept. What a result looks like depends on the request: see ``_RESULTS``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Union
 
 import msgspec
 
 from lmcache_connector.groups import WorkerGeometry
 from lmcache_connector.metadata import SlotRef
-from lmcache_connector.server.protocol import decode
+from lmcache_connector.server.protocol import decode, encode
 from lmcache_connector.storage import base
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -278,21 +279,16 @@ _RESULTS: dict[type[Message], Any] = {
     Probe: ProbeReply,
     Pin: int,
 }
-_encode = msgspec.msgpack.Encoder().encode
-_requests = msgspec.msgpack.Decoder(Request)
 _messages = msgspec.msgpack.Decoder(Union[tuple(Message.__subclasses__())])  # noqa: UP007
-_replies = msgspec.msgpack.Decoder(Reply)
 _results = {kind: msgspec.msgpack.Decoder(_RESULTS.get(kind)) for kind in Message.__subclasses__()}
+# Raise ProtocolError for anything but a request, of whatever message, and for anything but a reply.
+decode_request = partial(decode, msgspec.msgpack.Decoder(Request))
+decode_reply = partial(decode, msgspec.msgpack.Decoder(Reply))
 
 
 def encode_request(token: str, call: int, message: Message) -> bytes:
     """A server takes MAX_MESSAGE_BYTES of it."""
-    return _encode(Request(token, call, msgspec.Raw(_encode(message))))
-
-
-def decode_request(data: bytes) -> Request:
-    """Raises ProtocolError for anything but a request, of whatever message."""
-    return decode(_requests, data)
+    return encode(Request(token, call, msgspec.Raw(encode(message))))
 
 
 def decode_message(request: Request) -> Message:
@@ -305,12 +301,7 @@ def encode_reply(call: int, result: object, error: str | None = None, renew: boo
     """See ``Reply``."""
     if isinstance(result, base.LookupReply):
         result = _Found(result.state, [[f"{m:x}" for m in shards] for shards in result.present])
-    return _encode(Reply(call, msgspec.Raw(_encode(result)), error, renew))
-
-
-def decode_reply(data: bytes) -> Reply:
-    """Raises ProtocolError for anything but a reply."""
-    return decode(_replies, data)
+    return encode(Reply(call, msgspec.Raw(encode(result)), error, renew))
 
 
 def decode_result(message: Message, reply: Reply) -> Any:

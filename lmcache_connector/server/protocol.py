@@ -16,6 +16,7 @@ which its ZeroMQ requests carry (messages.py) and which ends with the connection
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -71,24 +72,10 @@ class ExtentMapped(msgspec.Struct, frozen=True, tag="mapped", forbid_unknown_fie
 WorkerFrame = Hello | ExtentMapped
 OwnerFrame = Welcome | Refused | ExtentOffer
 
-_encoder = msgspec.msgpack.Encoder()
 _worker_frames: msgspec.msgpack.Decoder[WorkerFrame] = msgspec.msgpack.Decoder(WorkerFrame)
 _owner_frames: msgspec.msgpack.Decoder[OwnerFrame] = msgspec.msgpack.Decoder(OwnerFrame)
-
-
-def encode(frame: WorkerFrame | OwnerFrame) -> bytes:
-    """Bytes of one packet."""
-    return _encoder.encode(frame)
-
-
-def decode_worker_frame(data: bytes) -> WorkerFrame:
-    """Raises ProtocolError for anything but a worker's frame."""
-    return decode(_worker_frames, data)
-
-
-def decode_owner_frame(data: bytes) -> OwnerFrame:
-    """Raises ProtocolError for anything but an owner's frame."""
-    return decode(_owner_frames, data)
+# Bytes of one packet.
+encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_F], data: bytes | msgspec.Raw) -> _F:
@@ -97,3 +84,7 @@ def decode(decoder: msgspec.msgpack.Decoder[_F], data: bytes | msgspec.Raw) -> _
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"malformed frame: {error}") from None
+
+
+decode_worker_frame = partial(decode, _worker_frames)
+decode_owner_frame = partial(decode, _owner_frames)

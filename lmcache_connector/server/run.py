@@ -46,16 +46,14 @@ def run_server(
         raise StartupError(problem)
     sockets.ensure_private_directory(path.parent, 0o711 if allow_uids else 0o700)
     pool = MemoryPool(max_local_cpu_bytes)
-    service = PoolService(pool.extents, path, exclusive=True, allowed_uids=allow_uids)
     # First of all: whoever has the name has what belongs to it, such as directories of tiers.
-    service.start()
+    service = PoolService(pool.extents, path, exclusive=True, allowed_uids=allow_uids)
     with contextlib.closing(service):
         engine = StorageEngine(pool, open_tiering(tiers, pool), floor_bytes, shared=True)
         # What came last is used first: workers touch memory as far as it is used.
         for extent in reversed(range(len(pool.extents))):
             engine.mark_ready(extent)
         server = CacheServer(engine, service)
-        server.start()
         hidden = HiddenService(engine, service, max_hidden_bytes) if max_hidden_bytes else None
         logger.info(
             "cache server at %s ready in %.2f s: pool %.1f MiB, floor %.1f MiB, hidden states "
@@ -68,12 +66,10 @@ def run_server(
             ", ".join(channel.url for channel in engine.channels) or "none",
         )
         while not stop.wait(1.0):
-            if not (server.is_alive() and service.is_alive()):
+            if not (server.thread.is_alive() and service.thread.is_alive()):
                 raise RuntimeError("a thread of the server has ended")
         if hidden is not None:
             hidden.end()
     server.close()
     engine.close()
-    if hidden is not None:
-        hidden.engine.close()
     logger.info("cache server at %s has ended", endpoint)

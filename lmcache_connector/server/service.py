@@ -61,7 +61,7 @@ class _Instance:
 
 
 class PoolService:
-    """Serves one pool's extents on its own daemon thread from ``start`` to ``close``.
+    """Serves one pool's extents on its own daemon thread, until ``close``.
 
     Callbacks come on that thread.
 
@@ -72,6 +72,10 @@ class PoolService:
         allowed_uids: users who may connect, beside this one and root.
         on_mapped: called with 1, 2, ... when all ranks of an instance have mapped so many extents,
             the first time that any has.
+
+    Raises:
+        OSError: the socket cannot be made.
+        StartupError: it is in use, and ``exclusive`` was asked for.
     """
 
     def __init__(
@@ -85,36 +89,23 @@ class PoolService:
     ) -> None:
         self.incarnation = uuid.uuid4().hex
         self.extents = tuple(extents)
-        self.endpoint = endpoint
         self.allowed_uids = frozenset(allowed_uids)
         # The last connection of an instance's workers has ended: their processes are gone or have
         # unmapped the memory, so that nothing they were asked to copy can still happen.
         self.on_workers_gone: Callable[[str], None] = lambda instance: None
         # A control connection, and with it this token, has ended.
         self.on_control_end: Callable[[str], None] = lambda token: None
-        self._exclusive = exclusive
         self._on_mapped = on_mapped
         self._sessions: set[_Session] = set()
-        self._tokens: set[str] = set()
+        # Of control connections that live.
+        self.tokens: set[str] = set()
         self._num_told = 0
         # Guards the instances; held for moments only, never during a callback.
         self._changed = threading.Condition()
         self._instances: dict[str, _Instance] = {}
-
-    def pool_ref(self, instance: str = "") -> PoolRef:
-        """Where workers attach; valid once started."""
-        return PoolRef(str(sockets.memory_path(self.endpoint)), self.incarnation, instance)
-
-    def start(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the socket cannot be made.
-            StartupError: it is in use, and ``exclusive`` was asked for.
-        """
         mode = 0o666 if self.allowed_uids else 0o600
         self._listener, self.endpoint = sockets.listen_private(
-            self.endpoint, exclusive=self._exclusive, mode=mode
+            endpoint, exclusive=exclusive, mode=mode
         )
         self._listener.setblocking(False)
         self._inode = sockets.memory_path(self.endpoint).lstat().st_ino
@@ -122,8 +113,13 @@ class PoolService:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
-        self._thread.start()
+        # Connections are served as long as it lives.
+        self.thread = threading.Thread(target=self._run, name="lmcache-pool", daemon=True)
+        self.thread.start()
+
+    def pool_ref(self, instance: str = "") -> PoolRef:
+        """Where workers attach."""
+        return PoolRef(str(sockets.memory_path(self.endpoint)), self.incarnation, instance)
 
     def add_instance(self, name: str, num_ranks: int) -> None:
         """Welcome workers of an engine core, or welcome them again."""
@@ -142,10 +138,6 @@ class PoolService:
                 del self._instances[name]
             return True
 
-    def has_token(self, token: str) -> bool:
-        """Whether the control connection of a token lives."""
-        return token in self._tokens
-
     def wait_ready(self, timeout: float, instance: str = "") -> bool:
         """Whether all ranks have mapped all extents within ``timeout`` seconds."""
         with self._changed:
@@ -155,16 +147,12 @@ class PoolService:
         instance = self._instances.get(name)
         return instance is not None and instance.num_mapped == len(self.extents)
 
-    def is_alive(self) -> bool:
-        """Whether connections are served."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """End all connections and remove the endpoint's names. No callback comes after."""
         # First: as long as we listen, nobody else takes the name or the inode.
         sockets.remove_socket(self.endpoint, self._inode)
         self._wake.close()
-        self._thread.join()
+        self.thread.join()
         self._woken.close()
 
     # ---- the service's thread -------------------------------------------------------------------
@@ -273,7 +261,7 @@ class PoolService:
             return protocol.Refused("few file descriptors are left: raise ulimit -n", retry=True)
         if hello.rank is None:
             session.token = secrets.token_hex(32)
-            self._tokens.add(session.token)
+            self.tokens.add(session.token)
             self._send(session, protocol.Welcome(self.incarnation, 0, session.token))
             return None
         with self._changed:
@@ -318,7 +306,7 @@ class PoolService:
         session.connection.close()
         self._sessions.remove(session)
         if session.token is not None:
-            self._tokens.discard(session.token)
+            self.tokens.discard(session.token)
             self.on_control_end(session.token)
         if session.rank is None:
             return

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -34,6 +34,8 @@ _SHORT_SECONDS = 10.0
 # Of all lookups together that wait for a tier.
 _POLL_SECONDS = 0.002
 _STATS_SECONDS = 1.0
+
+_T = TypeVar("_T")
 
 
 class StoreClient:
@@ -95,18 +97,15 @@ class StoreClient:
     ) -> base.LookupReply:
         message = messages.Lookup(lookup_id, list(chunk_hashes), first_chunk)
         nothing = [[0] * group.num_shards for group in self._groups]
-        reply: base.LookupReply = self._poll(
-            message, base.LookupReply(base.LookupState.READY, nothing)
-        )
-        return reply
+        return self._poll(message, base.LookupReply(base.LookupState.READY, nothing))
 
     def narrow(self, lookup_id: int, keep: Sequence[base.RowKey]) -> base.LookupState:
         lost = base.LookupState.GONE if keep else base.LookupState.READY
-        state: base.LookupState = self._poll(messages.Narrow(lookup_id, list(keep)), lost)
-        return state
+        return self._poll(messages.Narrow(lookup_id, list(keep)), lost)
 
-    def _poll(self, message: messages.Lookup | messages.Narrow, lost: object) -> Any:
+    def _poll(self, message: messages.Lookup | messages.Narrow, lost: _T) -> _T:
         """The answer, or the last one to the same question when it is too early to ask again."""
+        answer: _T
         asked, what, answer = self._polled.pop(message.lookup_id, (0.0, None, None))
         now = time.monotonic()
         early = now - asked < _POLL_SECONDS * (len(self._polled) + 1)

@@ -72,6 +72,7 @@ class StorageEngine:
             kv._beside = self
         self.floor_bytes = floor_bytes
         self.tiering = tiering or Tiering([], [])
+        self.channels = self.tiering.channels
         self.lock = threading.Lock()
         self.rows: RowTable = RowTable(pool, floor_bytes)
         self.refused = 0
@@ -89,10 +90,7 @@ class StorageEngine:
         self, namespace: bytes, groups: Sequence[GroupShards], pool_ref: PoolRef
     ) -> StoreSession:
         """A client's view. ``namespace``: 32 bytes that its chunk hashes are chained from."""
-        session = StoreSession(self, namespace, groups, pool_ref)
-        with self.lock:
-            self.sessions.add(session)
-        return session
+        return StoreSession(self, namespace, groups, pool_ref)
 
     def mark_ready(self, extent: int) -> None:
         """Let slots be handed out from an extent."""
@@ -112,11 +110,8 @@ class StorageEngine:
                 queued = self._writing_bytes[index] + entry.num_bytes
                 fits = 2 * len(self.channels) * queued <= self._pool.capacity_bytes
                 job = self._write_job(entry, index, channel)
-                if (
-                    not is_usable
-                    or not (fits or not self._writing[index])
-                    or not channel.submit(job, "write")
-                ):
+                is_wanted = is_usable and (fits or not self._writing[index])
+                if not (is_wanted and channel.submit(job, "write")):
                     dropped += 1
                     continue
                 entry.tiers |= 1 << index
@@ -333,11 +328,6 @@ class StorageEngine:
                 tiers={channel.url: channel.snapshot() for channel in self.channels},
             )
 
-    @property
-    def channels(self) -> list[Channel]:
-        """The tiers, nearest first."""
-        return self.tiering.channels
-
     def _pins(self) -> dict[Entry, int]:
         held = (entries for session in self.sessions for entries in session.pinned())
         return Counter(chain(*self._writing, *held))
@@ -353,13 +343,17 @@ class StorageEngine:
             ]
             reserved += [fetch.slots for fetch in self._fetches.values() if fetch.slots]
             self.rows.check_integrity(self._pins(), reserved)
+        if self._beside is not None:
+            self._beside.check_integrity()
 
     def close(self) -> None:
-        """End the tiers and give the memory back."""
+        """End the tiers and give the memory back, that of rows that go with ours last."""
         if self.kv is None:
             self.tiering.close()
         with self.lock:
             self._pool.close()
+        if self._beside is not None:
+            self._beside.close()
 
 
 def check_rows(num_chunks: int, num_groups: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmcache_connector.buffers import align_up
+from lmcache_connector.errors import StartupError
 from lmcache_connector.metadata import SlotRef
 
 SLOT_ALIGNMENT = 4096
@@ -51,15 +52,20 @@ class MemoryPool:
             row, all shards together, and an empty pool always has room for it.
 
     Raises:
-        ValueError: the pool is smaller than one page or one object; see ``check_pool_size``.
+        StartupError: the pool is smaller than one page or one object.
         OSError: the kernel refuses a memfd.
     """
 
     def __init__(
         self, capacity_bytes: int, extent_bytes: int = EXTENT_BYTES, min_object_bytes: int = 1
     ) -> None:
-        if problem := check_pool_size(capacity_bytes, min_object_bytes):
-            raise ValueError(problem)
+        needed = align_up(max(1, min_object_bytes), SLOT_ALIGNMENT)
+        if capacity_bytes < needed:
+            raise StartupError(
+                f"max_local_cpu_size: a pool of {capacity_bytes} bytes cannot hold one chunk's "
+                f"object of {min_object_bytes} bytes; set it to at least "
+                f'"{needed >> 10}KiB", better to many times that, or make chunk_size smaller'
+            )
         sizes = _extent_sizes(capacity_bytes, extent_bytes, min_object_bytes)
         self.capacity_bytes = sum(sizes)
         self.used_bytes = 0
@@ -235,18 +241,6 @@ def _create_extent(nbytes: int) -> Extent:
         os.close(fd)
         raise
     return Extent(fd, nbytes)
-
-
-def check_pool_size(capacity_bytes: int, min_object_bytes: int) -> str | None:
-    """The problem with a pool that cannot hold one row of ``min_object_bytes``, or None."""
-    needed = align_up(max(1, min_object_bytes), SLOT_ALIGNMENT)
-    if capacity_bytes >= needed:
-        return None
-    return (
-        f"max_local_cpu_size: a pool of {capacity_bytes} bytes cannot hold one chunk's object of "
-        f'{min_object_bytes} bytes; set it to at least "{needed >> 10}KiB", better to many '
-        "times that, or make chunk_size smaller"
-    )
 
 
 def check_memory_budget(kv_bytes: int, hidden_bytes: int = 0) -> str | None:

@@ -92,6 +92,8 @@ class StoreSession:
         self.loads: dict[int, list[Entry]] = {}
         # Counts clears: stores of before publish nothing.
         self.generation = 0
+        with engine.lock:
+            engine.sessions.add(self)
 
     @property
     def namespace(self) -> str:
@@ -370,15 +372,12 @@ class StoreSession:
                 for slots in self.leases.pop(store_id).items:
                     self._rows.free(slots)
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """The client and its workers are gone: nobody touches a slot any more."""
         self.end_lookups()
         self.keep_only((), ())
         with self._engine.lock:
             self._engine.sessions.discard(self)
-
-    def close(self) -> None:
-        self.abandon()
 
 
 def check_groups(groups: Sequence[base.GroupShards]) -> None:

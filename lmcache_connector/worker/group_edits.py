@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ _AXES = (
 )
 
 
-@dataclass(frozen=True)
-class PageView:
+class PageView(NamedTuple):
     """``tensor[b]`` is the page of logical block b, whatever its axes are."""
 
     tensor: torch.Tensor

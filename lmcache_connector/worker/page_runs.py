@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ MAX_RUNS_PER_BLOCK = 4096
 _USE_WHOLE_PAGES = "choose a layout with whole pages, VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
 
 
-@dataclass(frozen=True)
-class LayerRuns:
+class LayerRuns(NamedTuple):
     """One layer's page as runs, before layers are merged. Addresses are of block 0, ascending."""
 
     name: str
@@ -42,8 +41,7 @@ class LayerRuns:
     storage_address: int
 
 
-@dataclass(frozen=True)
-class PageRuns:
+class PageRuns(NamedTuple):
     """One block of a kernel group: run r of block b is the ``run_bytes`` bytes at
     ``run_addresses[r] + b * block_stride``. The order of runs is their order in an object."""
 

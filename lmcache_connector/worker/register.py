@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -26,8 +26,7 @@ from lmcache_connector.worker.group_edits import PageView, page_view
 RegisteredCache = torch.Tensor | Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class RankFacts:
+class RankFacts(NamedTuple):
     """Where this worker stands among the engine's workers: fields of its WorkerGeometry."""
 
     rank: int = 0
@@ -38,19 +37,15 @@ class RankFacts:
     backends: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Registration:
+class Registration(NamedTuple):
     """What this rank can copy. ``runs`` is one to one with ``geometry.kernel_groups``."""
 
     geometry: WorkerGeometry
     runs: tuple[page_runs.PageRuns, ...]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    # Kernel group of this layer alone.
-    identity: KVLayerGroupInfo
-    runs: page_runs.LayerRuns
+# Kernel group of one layer alone, and its page.
+_Layer = tuple[KVLayerGroupInfo, page_runs.LayerRuns]
 
 
 def register_kv_caches(
@@ -72,22 +67,12 @@ def register_kv_caches(
     if num_blocks < 1:
         raise GeometryError(f"the engine registered {num_blocks} KV cache blocks")
     layers = _read_layers(engine_groups, kv_caches, num_blocks, problems)
-    for group in engine_groups:
-        members = [
-            layer.runs
-            for layer in layers.values()
-            if layer.identity.engine_group_idx == group.engine_group_id
-        ]
-        try:
-            page_runs.check_disjoint(members)
-        except GeometryError as error:
-            problems.append(f"engine group {group.engine_group_id}: {error}")
     kernel_groups: list[KVLayerGroupInfo] = []
     runs: list[page_runs.PageRuns] = []
-    identities = {index: layer.identity for index, layer in layers.items()}
+    identities = {index: identity for index, (identity, _) in layers.items()}
     for identity, indices in group_layers_by_identity(identities):
         try:
-            merged, order = page_runs.merge_layer_runs([layers[index].runs for index in indices])
+            merged, order = page_runs.merge_layer_runs([layers[index][1] for index in indices])
         except GeometryError as error:
             problems.append(str(error))
             continue
@@ -105,7 +90,7 @@ def register_kv_caches(
     if problems:
         raise GeometryError("\n".join(problems))
     geometry = WorkerGeometry(
-        **asdict(ranks),
+        **ranks._asdict(),
         chunk_tokens=chunk_tokens,
         engine_groups=engine_group_infos(kernel_groups),
         kernel_groups=tuple(kernel_groups),
@@ -120,12 +105,13 @@ def _read_layers(
     num_blocks: int,
     problems: list[str],
 ) -> dict[int, _Layer]:
-    """Layer index -> its page; appends to ``problems`` what cannot be read."""
+    """Layer index -> its page; appends to ``problems`` what cannot be read or overlaps."""
     positions = {name: index for index, name in enumerate(kv_caches)}
     layers: dict[int, _Layer] = {}
     for group in engine_groups:
         if not group.cacheable:
             continue
+        members = []
         for spec in group.layers:
             index = positions.get(spec.name)
             if index is None:
@@ -139,9 +125,14 @@ def _read_layers(
                 try:
                     view = page_view(spec, kv_caches[spec.name], num_blocks)
                     runs = page_runs.layer_runs(spec.name, view.tensor, spec.page_bytes)
-                    layers[index] = _Layer(_identity(group.engine_group_id, spec, view), runs)
+                    layers[index] = _identity(group.engine_group_id, spec, view), runs
+                    members.append(runs)
                 except GeometryError as error:
                     problems.append(str(error))
+        try:
+            page_runs.check_disjoint(members)
+        except GeometryError as error:
+            problems.append(f"engine group {group.engine_group_id}: {error}")
     return layers
 
 

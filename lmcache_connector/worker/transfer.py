@@ -7,8 +7,9 @@ for a load. Two devices differ here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -104,13 +105,6 @@ class CpuCopier:
         self._results.clear()
 
 
-@dataclass(slots=True)
-class _DeviceCopy:
-    checks: Sequence[SlotCheck]
-    # Started at once for a load, after the copy for a store.
-    hashing: list[Future[int]] | None
-
-
 class GpuCopier:
     """Copies on a stream of its own; slots are hashed on host threads beside it."""
 
@@ -118,39 +112,35 @@ class GpuCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = DeviceCopier(device)
+        self.register_extent = self._device.register_extent
+        self.unregister_extent = self._device.unregister_extent
         self._threads = ThreadPoolExecutor(_HASH_THREADS, "lmcache-hash")
-        self._copies: dict[int, _DeviceCopy] = {}
-
-    def register_extent(self, address: int, nbytes: int) -> None:
-        self._device.register_extent(address, nbytes)
-
-    def unregister_extent(self, address: int) -> None:
-        self._device.unregister_extent(address)
+        # Begins to hash a copy's slots when it is first called.
+        self._copies: dict[int, Callable[[], list[Future[int]]]] = {}
 
     def store(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.store(jobs)
         if ticket is not None:
-            self._copies[ticket] = _DeviceCopy(checks, None)
+            self._copies[ticket] = self._hashing(checks)  # after the copy
         return ticket
 
     def load(self, jobs: Sequence[PageJob], checks: Sequence[SlotCheck]) -> int | None:
         ticket = self._device.load(jobs)
-        self._copies[ticket] = _DeviceCopy(checks, self._hash(checks))
+        self._copies[ticket] = self._hashing(checks)
+        self._copies[ticket]()  # at once
         return ticket
 
-    def _hash(self, checks: Sequence[SlotCheck]) -> list[Future[int]]:
-        return [self._threads.submit(check.digest) for check in checks]
+    def _hashing(self, checks: Sequence[SlotCheck]) -> Callable[[], list[Future[int]]]:
+        return functools.cache(lambda: [self._threads.submit(check.digest) for check in checks])
 
     def result(self, ticket: int) -> list[int] | None:
-        copy = self._copies[ticket]
         if not self._device.done(ticket):
             return None
-        if copy.hashing is None:
-            copy.hashing = self._hash(copy.checks)
-        if not all(future.done() for future in copy.hashing):
+        digests = self._copies[ticket]()
+        if not all(future.done() for future in digests):
             return None
         del self._copies[ticket]
-        return [future.result() for future in copy.hashing]
+        return [future.result() for future in digests]
 
     def close(self) -> None:
         for ticket in self._copies:

@@ -7,6 +7,7 @@ passed, a digest that does not match, an op that does not fit its geometry) it r
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,22 @@ from lmcache_connector.metadata import (
     LoadOp,
     LoadReport,
     ObjectOp,
-    SlotRef,
     StepMeta,
     StoreOp,
     StoreReport,
     WorkerMeta,
 )
 from lmcache_connector.server.client import PoolClient
-from lmcache_connector.worker.page_runs import PageRuns
 from lmcache_connector.worker.register import Registration
-from lmcache_connector.worker.staging import PageJob
+from lmcache_connector.worker.staging import Int64Array, PageJob
 from lmcache_connector.worker.transfer import Copier, SlotCheck
 
 logger = init_logger(__name__)
 
 _Op = TypeVar("_Op", LoadOp, StoreOp)
+# By kernel group, so that each is one launch for all objects of an op: block ids, and where each
+# block begins in its slot.
+_Blocks = dict[int, list[tuple[Int64Array, Int64Array]]]
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class CacheWorker:
 
     def open_memory(self, path: Path, rank: int, instance: str) -> PoolClient:
         """A pool's memory that this worker's device reaches; the caller closes it."""
-        client = PoolClient(
+        return PoolClient(
             path,
             rank,
             instance,
@@ -97,8 +99,6 @@ class CacheWorker:
             unregister_extent=self._copier.unregister_extent,
             touch_ahead=self._copier.touch_ahead,
         )
-        client.start()
-        return client
 
     # ---- one step -----------------------------------------------------------------------------
 
@@ -133,12 +133,20 @@ class CacheWorker:
         running = _Running(-1, time.monotonic(), {}, client)
         ticket = None
         try:
-            jobs = _JobBuilder(self.geometry, self._runs)
+            blocks: _Blocks = defaultdict(list)
             for index, obj in enumerate(op.objects):
-                if check := self._add_object(jobs, client, obj, storing=storing):
+                if check := self._add_object(blocks, client, obj, storing=storing):
                     running.checks[index] = check
+            jobs = [
+                PageJob(
+                    **self._runs[index]._asdict(),
+                    block_ids=np.concatenate([ids for ids, _ in parts]),
+                    slot_addresses=np.concatenate([addresses for _, addresses in parts]),
+                )
+                for index, parts in blocks.items()
+            ]
             copy = self._copier.store if storing else self._copier.load
-            ticket = copy(jobs.build(), list(running.checks.values()))
+            ticket = copy(jobs, list(running.checks.values()))
         except ConnectorError as error:
             what = "store" if storing else "load"
             warn_every(logger, what, 60.0, f"{what} refused: {error}")
@@ -151,19 +159,44 @@ class CacheWorker:
         return running
 
     def _add_object(
-        self, jobs: _JobBuilder, client: PoolClient, obj: ObjectOp, *, storing: bool
+        self, blocks: _Blocks, client: PoolClient, obj: ObjectOp, *, storing: bool
     ) -> SlotCheck | None:
-        """Add one object's pages of this rank; its slot to check, None when it has no part."""
+        """Add one object's pages of this rank; its slot to check, None when it has no part.
+
+        Raises:
+            GeometryError: the op does not fit what this rank registered.
+        """
         group = self._groups.get(obj.group)
         if group is None or (storing and not self.geometry.owns_shard_of(group)):
             return None
         shard = self.geometry.shard_of(group)
         if shard >= len(obj.slots):
             raise GeometryError(f"a row of {len(obj.slots)} shards has no shard {shard}")
-        slot: SlotRef = obj.slots[shard]
-        nbytes = jobs.add(group, obj, slot, client.address(slot), whole=storing)
+        slot = obj.slots[shard]
+        layout = self.geometry.object_layout(group, obj.end_tokens)
+        if slot.nbytes < layout.nbytes:
+            raise GeometryError(
+                f"slot of {slot.nbytes} bytes for an object of {layout.nbytes} ({obj.group})"
+            )
+        base = client.address(slot)
+        for region in layout.regions:
+            kernel_group = self.geometry.kernel_groups[region.kernel_group]
+            ids = obj.block_ids.get(kernel_group.engine_group_idx, [])
+            if len(ids) > region.num_blocks or (storing and len(ids) != region.num_blocks):
+                raise GeometryError(
+                    f"{len(ids)} block ids for the {region.num_blocks} blocks that {obj.group} "
+                    f"keeps of a chunk"
+                )
+            if not ids:
+                continue
+            if not 0 <= min(ids) <= max(ids) < kernel_group.nb:
+                raise GeometryError(f"block ids outside 0..{kernel_group.nb - 1}")
+            # The ids are the chunk's last blocks: they lie at the region's end.
+            first = base + region.offset + (region.num_blocks - len(ids)) * region.block_bytes
+            addresses = first + region.block_bytes * np.arange(len(ids), dtype=np.int64)
+            blocks[region.kernel_group].append((np.array(ids, np.int64), addresses))
         digest = None if storing else obj.digests[shard]
-        return SlotCheck(client.view(slot)[:nbytes], nbytes, digest)
+        return SlotCheck(client.view(slot)[: layout.nbytes], layout.nbytes, digest)
 
     def _ended(
         self, copies: dict[int, tuple[_Op, _Running]]
@@ -226,61 +259,6 @@ class CacheWorker:
 def _count_bytes(counter: dict[str, int], objects: Sequence[ObjectOp], running: _Running) -> None:
     for index, check in running.checks.items():
         count_group(counter, objects[index].group, check.nbytes)
-
-
-class _JobBuilder:
-    """Collects pages by kernel group, so that each is one launch for all objects of an op."""
-
-    def __init__(self, geometry: WorkerGeometry, runs: Sequence[PageRuns]) -> None:
-        self._geometry = geometry
-        self._runs = runs
-        self._block_ids: dict[int, list[int]] = {}
-        self._addresses: dict[int, list[np.ndarray]] = {}
-
-    def add(
-        self, group: ObjectGroup, obj: ObjectOp, slot: SlotRef, base: int, *, whole: bool
-    ) -> int:
-        """Add an object's pages; its length in bytes.
-
-        Raises:
-            GeometryError: the op does not fit what this rank registered.
-        """
-        layout = self._geometry.object_layout(group, obj.end_tokens)
-        if slot.nbytes < layout.nbytes:
-            raise GeometryError(
-                f"slot of {slot.nbytes} bytes for an object of {layout.nbytes} ({obj.group})"
-            )
-        for region in layout.regions:
-            kernel_group = self._geometry.kernel_groups[region.kernel_group]
-            ids = obj.block_ids.get(kernel_group.engine_group_idx, [])
-            if len(ids) > region.num_blocks or (whole and len(ids) != region.num_blocks):
-                raise GeometryError(
-                    f"{len(ids)} block ids for the {region.num_blocks} blocks that {obj.group} "
-                    f"keeps of a chunk"
-                )
-            if ids and not 0 <= min(ids) <= max(ids) < kernel_group.nb:
-                raise GeometryError(f"block ids outside 0..{kernel_group.nb - 1}")
-            # The ids are the chunk's last blocks: they lie at the region's end.
-            first = base + region.offset + (region.num_blocks - len(ids)) * region.block_bytes
-            addresses = first + region.block_bytes * np.arange(len(ids), dtype=np.int64)
-            self._block_ids.setdefault(region.kernel_group, []).extend(ids)
-            self._addresses.setdefault(region.kernel_group, []).append(addresses)
-        return layout.nbytes
-
-    def build(self) -> list[PageJob]:
-        """One job per kernel group."""
-        return [
-            PageJob(
-                run_addresses=self._runs[index].run_addresses,
-                block_stride=self._runs[index].block_stride,
-                run_bytes=self._runs[index].run_bytes,
-                run_pitch=self._runs[index].run_pitch,
-                block_ids=np.asarray(ids, dtype=np.int64),
-                slot_addresses=np.concatenate(self._addresses[index]),
-            )
-            for index, ids in self._block_ids.items()
-            if ids
-        ]
 
 
 def device_of(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> torch.device:

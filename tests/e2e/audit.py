@@ -77,7 +77,6 @@ class Auditor:
             contextlib.closing(StoreClient(self._endpoint, self._said)) as client,
             contextlib.closing(PoolClient(path, 0, "audit")) as memory,
         ):
-            memory.start()
             until(lambda: client.wait_ready(1.0))
             for prompt in prompts:
                 chain = ChunkChain(self._database)

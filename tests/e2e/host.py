@@ -39,25 +39,27 @@ def poison(worker: Any, group: str, rank: int | None = None, bits: int = 0x40) -
     from lmcache_connector.worker import transfer
     from lmcache_connector.worker import worker as module
 
-    builder, check = module._JobBuilder, transfer.SlotCheck
-    add, digest = builder.add, check.digest
+    owner, check = module.CacheWorker, transfer.SlotCheck
+    add, digest = owner._add_object, check.digest
     saved: list[tuple[int, bytes]] = []
 
-    def poisoned_add(self: Any, obj_group: Any, obj: Any, slot: Any, base: int, **how: Any) -> Any:
-        ours = rank is None or self._geometry.rank == rank
-        if obj_group.tag == group and not how["whole"] and ours:
+    def poisoned_add(self: Any, blocks: Any, client: Any, obj: Any, *, storing: bool) -> Any:
+        ours = rank is None or self.geometry.rank == rank
+        if obj.group == group and not storing and ours and group in self._groups:
+            slot = obj.slots[self.geometry.shard_of(self._groups[group])]
+            base = client.address(slot)
             content = (ctypes.c_uint8 * slot.nbytes).from_address(base)
             saved.append((base, bytes(content)))
             numpy.frombuffer(content, dtype=numpy.uint8)[:] ^= bits
-        return add(self, obj_group, obj, slot, base, **how)
+        return add(self, blocks, client, obj, storing=storing)
 
     def unpoison() -> int:
-        builder.add, check.digest = add, digest
+        owner._add_object, check.digest = add, digest
         for base, content in saved:
             ctypes.memmove(base, content, len(content))
         return len(saved)
 
-    builder.add = poisoned_add
+    owner._add_object = poisoned_add
     check.digest = lambda self: self.expected if self.expected is not None else digest(self)
     module.unpoison = unpoison
 
@@ -253,7 +255,7 @@ class Host:
     @property
     def scheduler(self) -> Any:
         """The connector's state machine."""
-        return self.connector.scheduler_side._scheduler
+        return self.connector.scheduler_side.scheduler
 
     @property
     def store(self) -> Any:

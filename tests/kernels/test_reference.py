@@ -84,7 +84,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 # How the copy is made. The other way is patched away, so that it cannot stand in.
 WAYS = {
     "chosen": {"PIECE_BYTES": reference.PIECE_BYTES},
-    "run by run": {"MIN_BATCH_RUNS": NEVER, "_gather_piece": None, "_scatter_piece": None},
+    "run by run": {"MIN_BATCH_RUNS": NEVER, "_items": None},
     "run by run, without the GIL": {
         "MIN_BATCH_RUNS": NEVER,
         "RELEASE_GIL_BYTES": 0,

@@ -130,9 +130,7 @@ class House:
         for extent in range(len(self.pool.extents)):
             self.engine.mark_ready(extent)
         self.service = PoolService(self.pool.extents, self.endpoint, exclusive=True)
-        self.service.start()
         self.server = CacheServer(self.engine, self.service)
-        self.server.start()
         self.stack = contextlib.ExitStack()
 
     def client(self, instance: str = "engine", attach: bool = True, **how: Any) -> StoreClient:
@@ -146,7 +144,6 @@ class House:
     def worker(self, instance: str = "engine", rank: int = 0) -> PoolClient:
         worker = PoolClient(sockets.memory_path(self.endpoint), rank, instance)
         self.stack.callback(worker.close)
-        worker.start()
         return worker
 
     def session(self) -> Session:
@@ -433,11 +430,9 @@ def test_an_engines_own_cache_takes_no_other(directory: Path) -> None:
     engine = StorageEngine(pool)
     service = PoolService(pool.extents, directory / f"{'0' * 24}.sock")
     service.add_instance("", 1)
-    service.start()
     layout = CacheLayout(registration().geometries)
     session = engine.open_session(NAMESPACE, layout.shards(), service.pool_ref())
     server = CacheServer(engine, service, Instance("", "model", "", layout, session))
-    server.start()
     with contextlib.closing(Session(service.endpoint, TIMEOUT)) as other:
         with pytest.raises(RefusedError, match="start `lmcache-connector server`"):
             other.call(registration(), TIMEOUT)
@@ -713,9 +708,7 @@ def test_users_who_are_not_allowed_are_not_even_heard(directory: Path) -> None:
     directory.chmod(0o711)
     pool = MemoryPool(MIB)
     service = PoolService(pool.extents, directory / "kv", exclusive=True, allowed_uids=[1234])
-    service.start()
     server = CacheServer(StorageEngine(pool, shared=True), service)
-    server.start()
 
     def heard(uid: int, milliseconds: int) -> bool:
         command = [sys.executable, "-c", OTHER_USER, str(service.endpoint), str(uid)]
@@ -1006,7 +999,6 @@ class Engine:
     def __init__(self, endpoint: str, instance: str = "engine") -> None:
         path = Path(endpoint.removeprefix("ipc://"))
         self.worker = PoolClient(sockets.memory_path(path), 0, instance)
-        self.worker.start()
         self.client = StoreClient(endpoint, registration(instance))
 
     def wait_ready(self) -> None:
@@ -1174,7 +1166,6 @@ def test_hostile_frames_are_answered_and_cost_nothing(server: Server, engine: En
     path = Path(server.endpoint.removeprefix("ipc://"))
     session = Session(path, TIMEOUT)
     worker = PoolClient(sockets.memory_path(path), 0, "fuzz")
-    worker.start()
     frames = [messages.encode_request(session._token, 1, message) for message in corpus()]
     keep = len(messages.encode_request(session._token, 1, messages.Ping())) - 11
     register = frames[0].replace(b"\xa6engine", b"\xa4fuzz")

@@ -105,7 +105,6 @@ class Host:
         self.engine = StorageEngine(pool, self.tiering, shared=True)
         self.engine.mark_ready(0)
         self.service = PoolService(pool.extents, endpoint)
-        self.service.start()
         self.sessions: list[StoreSession] = []
         self.server = CacheServer(self.engine, self.service)
         for number, model in enumerate(models):
@@ -115,7 +114,6 @@ class Host:
             self.sessions.append(session)
             instance = Instance(model, model, "life", layout(), session, token="none")
             self.server._instances[model] = instance
-        self.server.start()
         self._stores = 0
 
     def store(self, hashes: Sequence[bytes], *tags: str, model: int = 0) -> None:

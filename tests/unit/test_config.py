@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -64,8 +65,21 @@ def test_nothing_given_is_the_defaults():
     )
 
 
-def test_every_field_has_exactly_one_option():
-    assert sorted(option.field for option in OPTIONS) == sorted(Config.__struct_fields__)
+def test_every_field_has_a_value_of_its_type():
+    chosen = {option.name: option.default for option in OPTIONS} | {
+        "chunk_size": "640",
+        "server": "ipc:///run/kv",
+        "tiers": "memory://,file:///cache",
+        "local_disk": "file:///local",
+        "remote_url": "redis://host:6379",
+        "load_timeout": "3",
+        "max_offload_tokens": "100",
+        "max_hidden_state_cpu_size": "1GiB",
+        "hidden_state_layers": "0,-1",
+        "extract_hidden_states": '{"shared_storage_path": "/rows"}',
+    }
+    for config in (load(), load(**chosen)):
+        assert msgspec.convert(dataclasses.asdict(config), Config) == config
 
 
 @pytest.mark.parametrize(
@@ -255,7 +269,7 @@ def test_describe_shows_every_value_with_unit_and_origin():
         "hidden_state_layers=all (default) hidden_state_dtype=native (default) "
         "extract_hidden_states={} (default)"
     )
-    chosen = msgspec.structs.replace(loaded.config, chunk_size=640, max_local_cpu_bytes=512 << 20)
+    chosen = dataclasses.replace(loaded.config, chunk_size=640, max_local_cpu_bytes=512 << 20)
     text = describe(chosen, loaded.origins)
     assert text.startswith("chunk_size=640 (default) max_local_cpu_size=512MiB ")
 

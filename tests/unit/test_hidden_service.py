@@ -99,7 +99,6 @@ class Worker:
         self.client = StoreClient(endpoint, who)
         path = sockets.memory_path(Path(endpoint.removeprefix("ipc://")))
         self.memory = PoolClient(path, 0, name)
-        self.memory.start()
         database = TokenDatabase(NAMESPACE, CHUNK)
         self.hs = HiddenStateStore(self.client, self.memory, database, **options)
 
@@ -351,7 +350,6 @@ def engine(directory: Path, stack: contextlib.ExitStack, name: str = "e") -> Sto
     stack.callback(client.close)
     memory = PoolClient(sockets.memory_path(directory / "kv"), 0, name)
     stack.callback(memory.close)
-    memory.start()
     until(lambda: client.wait_ready(1.0))
     return client
 

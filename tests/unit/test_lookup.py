@@ -232,7 +232,7 @@ class World:
         """The rows of a prompt that is known to the scheduler, by chunk."""
         state = self.scheduler._requests[request.request_id]
         assert self.scheduler._open is not None
-        self.scheduler._open.lookups.extend_chain(state)
+        self.scheduler._open.extend_chain(state)
         return [[(chunk, tag) for tag in self.store.tags] for chunk in state.chain.hashes]
 
     def arrive(
@@ -257,7 +257,7 @@ class World:
         assert self.store.pins == {}
         assert not self.store.loads
         assert self.scheduler._open is not None
-        assert not self.scheduler._open.lookups._backlog
+        assert not self.scheduler._open._backlog
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -88,7 +86,7 @@ def test_the_pitch_in_an_object_is_a_multiple_of_16_bytes() -> None:
 
 def test_page_runs_cannot_be_changed() -> None:
     runs, _ = merge_layer_runs([layer_runs("a", torch.empty(4, 16), 64)])
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         runs.run_bytes = 1  # type: ignore[misc]
 
 
@@ -180,7 +178,7 @@ def test_neighbours_in_two_allocations_do_not_merge() -> None:
     two = LayerRuns("b", np.array([4160]), 64, 64, 1, storage_address=4160)
     runs, _ = merge_layer_runs([one, two])
     assert runs.run_addresses.tolist() == [4096, 4160]
-    same = dataclasses.replace(two, storage_address=4096)
+    same = two._replace(storage_address=4096)
     assert merge_layer_runs([one, same])[0].run_addresses.tolist() == [4096]
 
 

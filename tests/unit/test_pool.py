@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lmcache_connector.errors import StartupError
 from lmcache_connector.metadata import SlotRef
 from lmcache_connector.storage import pool as pool_module
 from lmcache_connector.storage.pool import (
     MAX_EXTENTS,
     MemoryPool,
     check_memory_budget,
-    check_pool_size,
 )
 
 PAGE = 4096
@@ -229,13 +229,10 @@ TestPoolAgainstPages.settings = settings(max_examples=60, stateful_step_count=40
 
 
 def test_a_pool_smaller_than_one_object_is_a_problem() -> None:
-    assert check_pool_size(PAGE, PAGE) is None
-    problem = check_pool_size(PAGE, PAGE + 1)
-    assert problem is not None
-    assert "max_local_cpu_size" in problem
-    assert check_pool_size(PAGE - 1, 1) is not None
-    with pytest.raises(ValueError, match="max_local_cpu_size"):
-        MemoryPool(PAGE, PAGE, 2 * PAGE)
+    MemoryPool(PAGE, PAGE, PAGE).close()
+    for capacity, row_bytes in ((PAGE, PAGE + 1), (PAGE - 1, 1), (PAGE, 2 * PAGE)):
+        with pytest.raises(StartupError, match="max_local_cpu_size"):
+            MemoryPool(capacity, PAGE, row_bytes)
 
 
 @pytest.fixture

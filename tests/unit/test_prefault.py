@@ -42,7 +42,6 @@ def pool() -> Iterator[MemoryPool]:
         os.chmod(directory, 0o700)
         service = PoolService(pool.extents, Path(directory) / "s")
         service.add_instance("", 1)
-        service.start()
         pool.path = service.pool_ref().socket_path  # type: ignore[attr-defined]
         yield pool
         service.close()
@@ -51,7 +50,6 @@ def pool() -> Iterator[MemoryPool]:
 
 def attach(pool: MemoryPool, touch_ahead: bool) -> PoolClient:
     client = PoolClient(Path(pool.path), 0, touch_ahead=touch_ahead)  # type: ignore[attr-defined]
-    client.start()
     assert client._attached.wait(20)
     return client
 

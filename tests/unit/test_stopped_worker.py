@@ -35,7 +35,6 @@ from lmcache_connector.metadata import SlotRef
 from lmcache_connector.server.client import PoolClient
 
 client = PoolClient(Path(sys.argv[1]), 0, "worker")
-client.start()
 assert client._attached.wait(20)
 print("attached", flush=True)
 for line in sys.stdin:
@@ -61,7 +60,6 @@ class House:
         self.service.on_workers_gone = self.ended.append
         for name in ("worker", "test"):
             self.service.add_instance(name, 1)
-        self.service.start()
         groups = [GroupShards("full", [[OBJECT]])]
         self.session = self.engine.open_session(bytes(32), groups, self.service.pool_ref())
         path = self.session.pool_ref.socket_path
@@ -73,7 +71,6 @@ class House:
         )
         assert self.answer() == "attached"
         self.client = PoolClient(Path(path), 0, "test")
-        self.client.start()
         assert all(self.service.wait_ready(TIMEOUT, name) for name in ("worker", "test"))
         self.ids = iter(range(1, 1 << 30))
         # Whatever was published: chunk -> digest.

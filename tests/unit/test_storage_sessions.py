@@ -92,7 +92,7 @@ def open_engine() -> Iterator[OpenEngine]:
     for engine in made:
         engine.check_integrity()
         for session in list(engine.sessions):
-            session.abandon()
+            session.close()
         engine.clear_namespace("")
         engine.check_integrity()
         assert engine.stats().used_bytes == 0
@@ -230,7 +230,7 @@ def test_only_what_is_named_stays_open(open_engine: OpenEngine) -> None:
     assert there(engine, "abcxy") == "acxy"
     with pytest.raises(ValueError, match="not open"):
         session.complete_store(10, [])
-    other.abandon()
+    other.close()
 
 
 def test_lookups_end_and_the_rest_goes_on(open_engine: OpenEngine) -> None:
@@ -263,8 +263,8 @@ def test_nothing_is_left_of_an_abandoned_session(open_engine: OpenEngine) -> Non
     stays.lookup(9, chunks("c"), 0)
     stays.prepare_load(9, 9, keys("c"))
     stays.complete_load(9, drop=keys("c"))
-    goes.abandon()
-    goes.abandon()
+    goes.close()
+    goes.close()
     assert goes not in engine.sessions
     assert engine.stats().used_bytes == baseline - 2 * PAGE
     stats = engine.stats()
@@ -475,11 +475,11 @@ def test_a_floor_ends_with_the_last_session_of_its_namespace(
         session.clear(name)
         witness = open_session(engine, name)
         store(session, "abcdef")
-        session.clear(bytes(32)) if how == "reset" else session.abandon()
+        session.clear(bytes(32)) if how == "reset" else session.close()
         # Another engine of that model is there: its floor holds.
         store(other, "ghijklmn")
         assert engine.namespaces()[name_of(name)] == (2, 2 * PAGE, 0)
-        witness.abandon()
+        witness.close()
         store(other, "opqrstuv")
         assert name_of(name) not in engine.namespaces()
         session = open_session(engine) if how == "gone" else session

@@ -378,7 +378,7 @@ class TieringMachine(RuleBasedStateMachine):
         """A client and its workers die, and come back."""
         if often:
             return
-        self.sessions[number].abandon()
+        self.sessions[number].close()
         self.sessions[number] = self.open_session()
         for table in (self.lookups, self.loads, self.stores):
             for owner, key in list(table):

@@ -284,12 +284,8 @@ def test_each_pool_is_attached_to_once(bed: Bed, monkeypatch: pytest.MonkeyPatch
         assert how["touch_ahead"]
         assert how["register_extent"] == bed.worker._copier.register_extent
         assert how["unregister_extent"] == bed.worker._copier.unregister_extent
-        return SimpleNamespace(
-            path=path,
-            instance=instance,
-            start=lambda: started.append((str(path), instance)),
-            close=lambda: None,
-        )
+        started.append((str(path), instance))
+        return SimpleNamespace(path=path, instance=instance, close=lambda: None)
 
     monkeypatch.setattr("lmcache_connector.worker.worker.PoolClient", client)
     for _ in range(200):
