@@ -94,7 +94,8 @@ def _ours(stack: ExitStack) -> HiddenStateStore:
     stack.callback(client.close)
     rows = PoolClient(memory_path(Path(kv.hidden.endpoint.removeprefix("ipc://"))), 0, "e/rows")
     stack.callback(rows.close)
-    store = HiddenStateStore(client, rows, TokenDatabase(NAMESPACE, CHUNK))
+    store = HiddenStateStore()
+    store.attach(client, rows, TokenDatabase(NAMESPACE, CHUNK))
     stack.callback(store.close)
     while not client.wait_ready(1.0):
         pass

@@ -23,12 +23,13 @@ class StagingRing:
     def take(self, nbytes: int) -> int | None:
         """Offset of ``nbytes`` free bytes; None, and nothing changed, when there is no room."""
         assert nbytes > 0
-        start = self._find(nbytes)
+        start = self.find(nbytes)
         if start is not None:
             self._parts.append((start, start + nbytes))
         return start
 
-    def _find(self, nbytes: int) -> int | None:
+    def find(self, nbytes: int) -> int | None:
+        """What ``take`` would give."""
         if not self._parts:
             return 0 if nbytes <= self.capacity else None
         oldest, end = self._parts[0][0], self._parts[-1][1]

@@ -139,7 +139,10 @@ class ChunkChain:
         end = num_tokens // size * size
         if end <= start:
             return
-        content = memoryview(_token_bytes(tokens(start, end), end - start))
+        ids = token_array(tokens(start, end), end - start)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        content = memoryview(ids).cast("B")
         previous = self.hashes[-1] if self.hashes else self._database.root
         added = []
         for first in range(start, end, size):
@@ -157,7 +160,12 @@ class ChunkChain:
         del self.hashes[num_tokens // self._database.chunk_tokens :]
 
 
-def _token_bytes(tokens: Sequence[int], expected: int) -> bytes:
+def token_array(tokens: Sequence[int], expected: int) -> array[int]:
+    """A copy of them.
+
+    Raises:
+        ValueError: they are no token ids, or not as many.
+    """
     try:
         ids = array("I", tokens)
     except (OverflowError, TypeError):
@@ -165,9 +173,7 @@ def _token_bytes(tokens: Sequence[int], expected: int) -> bytes:
         raise ValueError("token ids must be whole numbers from 0 to 4294967295") from None
     if len(ids) != expected:
         raise ValueError(f"{len(ids)} token ids were given for {expected} tokens")
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+    return ids
 
 
 def model_digest(model: str, commit: str | None) -> str:

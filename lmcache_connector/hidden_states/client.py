@@ -27,17 +27,6 @@ _T = TypeVar("_T")
 _COPIES_AT_ONCE = min(4, os.cpu_count() or 1)
 
 
-def _start_copiers() -> ThreadPoolExecutor:
-    global _copiers
-    _copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
-    return _copiers
-
-
-_copiers = _start_copiers()
-# A child has none of its parent's threads.
-os.register_at_fork(after_in_child=_start_copiers)
-
-
 class RowClient:
     """The only user of ``store``, whose slots are in ``memory``. ``timeout``: of each wait."""
 
@@ -50,6 +39,7 @@ class RowClient:
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._ids = itertools.count(1)
+        self._copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
         # The store's groups, in its order.
         self._tags: list[str] = []
 
@@ -238,7 +228,7 @@ class RowClient:
         copies: list[Future[None]] = []
         try:
             for part in range(min(_COPIES_AT_ONCE, len(rows))):
-                copies.append(_copiers.submit(copy, part, _COPIES_AT_ONCE))
+                copies.append(self._copiers.submit(copy, part, _COPIES_AT_ONCE))
             for done in copies:
                 done.result()
         finally:

@@ -111,10 +111,13 @@ def hold_lock(path: str) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     # Whatever is there by that name neither blocks nor leads elsewhere.
     flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path + LOCK, flags, 0o644)
-    if _try_lock(descriptor, fcntl.LOCK_EX):
-        return descriptor
-    os.close(descriptor)
+    for _ in range(5):
+        descriptor = os.open(path + LOCK, flags, 0o644)
+        # Who looks whether it is held holds it for a moment, and may remove one that is not.
+        if _try_lock(descriptor, fcntl.LOCK_EX) and os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        time.sleep(0.001)
     raise BlockingIOError(f"{path}{LOCK} is held by another export or a reader")
 
 
@@ -191,4 +194,6 @@ def may_go(path: str) -> bool:
             return f'"writer":"{_WRITER["writer"]}"' in file.read(4096)
     if path.endswith(LOCK):
         return not is_being_written(path.removesuffix(LOCK))
-    return path.endswith((ERROR, ".tmp"))
+    if path.endswith(ERROR):
+        return not os.path.lexists(path.removesuffix(ERROR)) or may_go(path.removesuffix(ERROR))
+    return path.endswith(".tmp") and os.path.basename(path).startswith(".")

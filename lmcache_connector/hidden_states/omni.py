@@ -171,10 +171,17 @@ class OmniRows:
         if num_tokens > 0:
             held = {layer: torch.cat(pieces) for layer, pieces in request.held.items()}
             token_ids = ids[: request.saved + num_tokens].tolist()
-            if self._store_all(request, token_ids, held, num_tokens):
+            items = [
+                Rows(token_ids, rows[:num_tokens], layer, request.saved, request.extra)
+                for layer, rows in held.items()
+            ]
+            counts = self._store.store_batch(items)
+            if set(counts) == {wanted := num_tokens // self._chunk}:
                 request.saved += num_tokens
                 request.failures = 0
             else:
+                text = "of %d chunks of hidden states %s are stored, by layer"
+                warn_every(logger, "short", 60.0, text, wanted, counts)
                 # Nothing advances: chunks behind one that is missing would not be found.
                 num_tokens, request.failures = 0, request.failures + 1
             request.held = {layer: [rows[num_tokens:]] for layer, rows in held.items()}
@@ -182,20 +189,6 @@ class OmniRows:
             request.held = {}
         for pieces in request.held.values():
             pieces[-1] = pieces[-1].clone()  # A view would keep all rows of its step.
-
-    def _store_all(
-        self, request: _Request, ids: list[int], held: dict[int, torch.Tensor], num_tokens: int
-    ) -> bool:
-        items = [
-            Rows(ids, rows[:num_tokens], layer, request.saved, request.extra)
-            for layer, rows in held.items()
-        ]
-        counts = self._store.store_batch(items)
-        wanted = num_tokens // self._chunk
-        if set(counts) != {wanted}:
-            text = "of %d chunks of hidden states %s are stored, by layer"
-            warn_every(logger, "short", 60.0, text, wanted, counts)
-        return set(counts) == {wanted}
 
     def complete(self, rid: str, payload: dict[str, Any]) -> dict[str, Any]:
         """What a request's step hands on: its ``payload`` with all rows that the next stage does

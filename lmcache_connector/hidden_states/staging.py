@@ -35,7 +35,8 @@ class RowStaging:
     def put(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Copies, made in the order of the current stream, for the first of which ``stream``
         waits; None when what is here leaves no room."""
-        start = self._ring.take(sum(map(_size, rows)))
+        num_bytes = sum(map(_size, rows))
+        start = self._ring.find(num_bytes)
         if start is None:
             return None
         copies = []
@@ -45,7 +46,14 @@ class RowStaging:
             start += _size(each)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self._ring.take(num_bytes)
         return copies
+
+    def wait(self) -> None:
+        """Until nothing runs on ``stream``, nor what it waits for: the next to ``put`` may do so
+        on another stream."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def release_oldest(self) -> None:
         """What was ``put`` first is stored."""

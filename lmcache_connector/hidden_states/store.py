@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import operator
+import os
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,7 +22,7 @@ import torch
 from lmcache_connector.hidden_states.client import RowClient
 from lmcache_connector.hidden_states.rows import DTYPES, How, Ids, Layer, Partials, Prefix, Rows
 from lmcache_connector.hidden_states.staging import RowStaging
-from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase
+from lmcache_connector.keys import ChunkChain, Extra, TokenDatabase, token_array
 from lmcache_connector.log import init_logger, warn_every
 from lmcache_connector.server.client import PoolClient
 from lmcache_connector.storage.base import Store
@@ -31,7 +33,6 @@ logger = init_logger(__name__)
 _MAX_PARTIAL_BYTES = 1 << 30
 # Rows that wait for the helper thread, on each device: those of a few steps.
 _STAGING_BYTES = 128 << 20
-_MAX_LAYER = (1 << 31) - 1
 _HUGE = 2 << 20
 _libc = ctypes.CDLL(None)
 
@@ -44,9 +45,6 @@ class HiddenStateStore:
     stored then, or found, after ``timeout`` seconds or a little more.
 
     Args:
-        store: for this client alone; None until ``attach``.
-        memory: where its slots are.
-        database: of the KV's namespace.
         layers: the layer indices that are stored; None: all.
         kept_as: the dtype to keep rows in: "native" (as given) or "float32".
         default: dtype and width of the rows of a layer of which none was given yet.
@@ -54,9 +52,6 @@ class HiddenStateStore:
 
     def __init__(
         self,
-        store: Store | None = None,
-        memory: PoolClient | None = None,
-        database: TokenDatabase | None = None,
         *,
         layers: Collection[int] | None = None,
         kept_as: str = "native",
@@ -65,7 +60,8 @@ class HiddenStateStore:
     ) -> None:
         self._allowed, self._kept_as, self._default = layers, kept_as, default
         self._timeout = timeout
-        self._attached: Attached | None = None
+        # By process: a forked child has none of the threads and sockets of its parent.
+        self._clients: dict[int, Attached] = {}
         self._layers: dict[int, Layer] = {}
         self._told: dict[str, int] = {}
         self._partials = Partials(_MAX_PARTIAL_BYTES)
@@ -74,19 +70,28 @@ class HiddenStateStore:
         self._staging_lock = threading.Lock()
         self._queued: set[Future[None]] = set()
         self._helper = ThreadPoolExecutor(1, "lmcache-hidden")
-        if store is not None and memory is not None and database is not None:
-            self.attach(store, memory, database)
 
     def attach(self, store: Store, memory: PoolClient, database: TokenDatabase) -> None:
-        """Go on with another store, or with the keys of another namespace."""
-        client = self._attached[0] if self._attached is not None else None
+        """Begin, or go on with another store, or with the keys of another namespace. Nothing is
+        stored before.
+
+        Args:
+            store: for this client alone.
+            memory: where its slots are.
+            database: of the KV's namespace.
+        """
+        client, _ = self._attached or (None, None)
         if client is None or client.store is not store:
             client = RowClient(store, memory, database.chunk_tokens, self._timeout)
             self._told = {}
         else:
             with client.lock:
                 store.clear(database.namespace)
-        self._attached = client, database
+        self._clients[os.getpid()] = client, database
+
+    @property
+    def _attached(self) -> Attached | None:
+        return self._clients.get(os.getpid())
 
     # ---- store ----------------------------------------------------------------------------------
 
@@ -130,6 +135,8 @@ class HiddenStateStore:
         be stored so."""
         items = [item for item in items if len(item.hidden_states)]
         rows = [item.hidden_states for item in items]
+        # Theirs may change: a copy for all that share them.
+        ids = {id(item[0]): token_array(item[0], len(item[0])) for item in items}
         with self._staging_lock:
             stagings = {self._staging_of(each.device) for each in rows}
             staging = stagings.pop() if len(stagings) == 1 else None
@@ -139,7 +146,8 @@ class HiddenStateStore:
                 warn_every(logger, "queue", 60.0, "hidden states come faster than they are stored")
                 return True
             items = [
-                item._replace(hidden_states=copy) for item, copy in zip(items, copies, strict=True)
+                item._replace(token_ids=ids[id(item.token_ids)], hidden_states=copy)
+                for item, copy in zip(items, copies, strict=True)
             ]
             with contextlib.suppress(RuntimeError):  # closed
                 future = self._helper.submit(self._store_staged, items, staging, attached)
@@ -163,6 +171,7 @@ class HiddenStateStore:
         except Exception:
             logger.exception("hidden states could not be stored")
         finally:
+            staging.wait()
             with self._staging_lock:
                 staging.release_oldest()
 
@@ -171,12 +180,13 @@ class HiddenStateStore:
         return not wait(list(self._queued), self._timeout if timeout is None else timeout).not_done
 
     def _checked(self, item: Rows) -> Rows:
-        rows, offset, size = item.hidden_states.detach(), item.token_offset, len(item.token_ids)
+        rows = item.hidden_states.detach().resolve_neg()
+        offset, size = item.token_offset, len(item.token_ids)
         item = item._replace(hidden_states=rows, layer_idx=_index(item.layer_idx))
         is_plain = rows.layout is torch.strided and rows.device.type in ("cpu", "cuda")
         if not is_plain or rows.ndim != 2 or rows.dtype not in DTYPES or not rows.shape[1]:
             raise ValueError(
-                f"hidden states are [tokens, hidden] of {', '.join(map(str, DTYPES))}, dense, on "
+                f"hidden states are [tokens, hidden] of {DTYPES}, dense, on "
                 f"the CPU or a GPU, not {list(rows.shape)} of {rows.dtype} on {rows.device}"
             )
         if not 0 <= offset <= size or len(rows) != size - offset:
@@ -185,6 +195,8 @@ class HiddenStateStore:
             text = f"rows of layer {item.layer_idx} are not stored: not in hidden_state_layers"
             warn_every(logger, "layer", 60.0, text)
             return item._replace(token_ids=(), hidden_states=rows[:0], token_offset=0)
+        if not len(rows):
+            return item  # It says nothing of its layer.
         dtype = torch.float32 if self._kept_as == "float32" else rows.dtype
         layer = Layer(item.layer_idx, dtype, rows.shape[1])
         known = self._layers.setdefault(item.layer_idx, layer)
@@ -218,6 +230,7 @@ class HiddenStateStore:
         """The longest prefix of whole chunks that has rows of the layer, [tokens, hidden], as
         float32 on the CPU unless asked for otherwise; None when the first chunk has none."""
         options: How = {"dtype": torch.float32, **how}
+        layer_idx = _index(layer_idx)
         out = how.get("out")
         if isinstance(out, torch.Tensor):
             options["out"] = {layer_idx: out}
@@ -239,7 +252,7 @@ class HiddenStateStore:
                 rows; another dtype than those of rows.
         """
         if how.get("dtype") not in (None, *DTYPES):
-            raise ValueError(f"dtype is {how['dtype']}, not one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"dtype is {how['dtype']}, not one of {DTYPES}")
         if (asked := self._ask(token_ids, layer_idxs, how.get("extra"))) is None:
             return None
         client, layers, hashes, size = asked
@@ -247,11 +260,12 @@ class HiddenStateStore:
         if isinstance(outs, torch.Tensor):
             raise ValueError("out of several layers is a mapping, from layer index to tensor")
         outs = {} if outs is None else outs
-        for layer in layers:
-            if (out := outs.get(layer.layer_idx)) is not None:
-                _check_out(out, len(hashes) * size, layer.width)
-        if len({out.data_ptr() for out in outs.values()}) < len(outs):
-            raise ValueError("out is the same memory for several layers")
+        given = [(outs[layer.layer_idx], layer) for layer in layers if layer.layer_idx in outs]
+        for out, layer in given:
+            _check_out(out, len(hashes) * size, layer.width)
+        for (one, _), (other, _) in itertools.combinations(given, 2):
+            if _overlap(*sorted((one, other), key=torch.Tensor.data_ptr)):
+                raise ValueError("out is the same memory for several layers")
 
         def make(num_tokens: int) -> list[torch.Tensor]:
             return [
@@ -325,26 +339,40 @@ class HiddenStateStore:
     def close(self) -> None:
         """Store what is queued, then nothing more. Store and memory are their owners' to close."""
         self._helper.shutdown()
-        self._attached = None
+        self._clients.clear()
 
 
 def _index(layer_idx: int) -> int:
     """A plain number: True and 1 would be two layers with rows under one key."""
     index = int(operator.index(layer_idx))
-    if abs(index) > _MAX_LAYER:
-        raise ValueError(f"layer_idx {index} is beyond {_MAX_LAYER}")
+    if abs(index) >> 31:
+        raise ValueError(f"layer_idx {index} is no number of 32 bits")
     return index
 
 
 def _check_out(out: torch.Tensor, num_tokens: int, width: int) -> None:
+    if not isinstance(out, torch.Tensor) or out.device.type not in ("cpu", "cuda"):
+        raise ValueError("out is no tensor on the CPU or a GPU")
     if out.ndim != 2 or len(out) < num_tokens or out.shape[1] != width:
         raise ValueError(f"out is {list(out.shape)}, it needs to be {[num_tokens, width]}")
     (step, count), (stride, _) = sorted(zip(out.stride(), out.shape, strict=True))
-    if out.dtype not in DTYPES or out.requires_grad or not 0 < step * count <= stride:
+    is_frozen = out.requires_grad or out.is_inference() > torch.is_inference_mode_enabled()
+    if out.dtype not in DTYPES or is_frozen or out.is_neg() or not 0 < step * count <= stride:
         raise ValueError(
             f"out is {out.dtype} with strides {out.stride()}: it needs to be one of "
-            f"{', '.join(map(str, DTYPES))} without grad, whose rows do not overlap"
+            f"{DTYPES}, writable here, whose rows do not overlap"
         )
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two outs share memory. Rows of the same stride may lie side by side."""
+    size, gap = first.element_size(), second.data_ptr() - first.data_ptr()
+    last = sum((count - 1) * step for count, step in zip(first.shape, first.stride(), strict=True))
+    if gap >= (last + 1) * size:
+        return False
+    row, width, other = (n * size for n in (first.stride(0), first.shape[1], second.shape[1]))
+    is_alike = (first.stride(), first.dtype) == (second.stride(), second.dtype)
+    return not (is_alike and first.stride(1) == 1 and width <= gap % row <= row - other)
 
 
 def _empty(shape: tuple[int, int], dtype: torch.dtype, how: How) -> torch.Tensor:

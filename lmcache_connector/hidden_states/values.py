@@ -8,6 +8,7 @@ form of all values of tiers, checksums included.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import time
 from typing import Annotated, Literal
@@ -60,7 +61,7 @@ class _Outlet:
         return digests
 
 
-_opened: dict[str, _Outlet] = {}
+_open = functools.cache(_Outlet)
 _opening = threading.Lock()
 
 
@@ -71,9 +72,7 @@ def open_outlet(url: str) -> _Outlet:
         ConfigError, TierError: the tier cannot be used as written.
     """
     with _opening:
-        if url not in _opened:
-            _opened[url] = _Outlet(url)
-        return _opened[url]
+        return _open(url)
 
 
 def write(url: str, rows: torch.Tensor, token_ids: torch.Tensor, layers: str) -> None:
@@ -133,7 +132,10 @@ def _place(url: str) -> tuple[_Outlet, str, str]:
 
 
 def _pack(*head: object) -> memoryview:
-    return memoryview(msgspec.json.encode(head).ljust(_HEAD_BYTES))
+    packed = msgspec.json.encode(head).ljust(_HEAD_BYTES)
+    if len(packed) > _HEAD_BYTES:
+        raise base.TierError("it has too many layers for a value: choose some")
+    return memoryview(packed)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

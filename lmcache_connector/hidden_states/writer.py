@@ -23,7 +23,6 @@ logger = init_logger(__name__)
 
 # Rows are screened in pieces of about this many elements.
 _PIECE_ELEMENTS = 1 << 22
-_HEADER_BYTES = 1024  # of a file, or a little less
 
 
 @dataclass(slots=True)
@@ -122,7 +121,7 @@ class ExportWriter:
     def _write(self, export: Export) -> str | None:
         # Embeddings alone may be zero.
         refusal = screen(export.rows, may_be_zero=export.layers == (0,))
-        nbytes = export.rows.nbytes + export.token_ids.nbytes + _HEADER_BYTES
+        nbytes = export.rows.nbytes + export.token_ids.nbytes + 1024  # its header
         refusal = refusal or self._reserve(nbytes)
         if refusal is not None:
             return refusal

@@ -52,7 +52,7 @@ def export(place: str, out: str, layers: str = "", first: int = 0, end: int | No
         raise typer.BadParameter(f"--layers {layers}: it has {','.join(names)}, name each once")
     if not 0 <= first < end <= len(rows):
         raise typer.BadParameter(f"--first {first} --end {end} is no range of {len(rows)} tokens")
-    if os.path.lexists(out) or "://" in out:
+    if os.path.lexists(out or ".") or "://" in out:
         raise ConnectorError(f"{out} is there already, or is no path")
     some = rows[first:end, [names.index(name) for name in chosen]]
     _files().write(os.path.abspath(out), some, token_ids[first:end].clone(), ",".join(chosen))

@@ -47,7 +47,8 @@ def open_store(num_chunks: int = 256) -> Iterator[HiddenStateStore]:
         engine.mark_ready(extent)
     session = engine.open_session(b"n" * 32, [], PoolRef("/nowhere", "1"))
     database = TokenDatabase(b"n" * 32, CHUNK)
-    store = HiddenStateStore(session, _Memory(pool), database)  # type: ignore[arg-type]
+    store = HiddenStateStore()
+    store.attach(session, _Memory(pool), database)  # type: ignore[arg-type]
     yield store
     store.close()
     engine.check_integrity()

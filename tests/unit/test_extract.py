@@ -272,6 +272,41 @@ def test_two_exports_to_one_path_do_not_wait_for_each_other(tmp_path: Path) -> N
     os.close(files.hold_lock(path))
 
 
+def test_a_lock_survives_those_who_look_for_it(tmp_path: Path) -> None:
+    """`ls` holds it for the moment in which it asks, and may come at any."""
+    path, end = str(tmp_path / "a.safetensors"), threading.Event()
+
+    def look() -> None:
+        while not end.is_set():
+            files.is_being_written(path)
+
+    other = threading.Thread(target=look)
+    other.start()
+    try:
+        for _ in range(500):
+            os.close(files.hold_lock(path))
+    finally:
+        end.set()
+        other.join()
+
+
+def test_a_lock_that_was_removed_while_it_was_taken_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = str(tmp_path / "a.safetensors"), fcntl.flock
+    left = [path + files.LOCK] * 2
+
+    def flock(descriptor: int, kind: int) -> None:
+        if left:
+            os.unlink(left.pop())
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = files.hold_lock(path)
+    assert os.path.samestat(os.fstat(lock), os.stat(path + files.LOCK))
+    os.close(lock)
+
+
 def test_what_lies_where_the_lock_goes_neither_blocks_nor_leads_elsewhere(tmp_path: Path) -> None:
     path = str(tmp_path / "a.safetensors")
     os.mkfifo(path + files.LOCK)
@@ -419,14 +454,16 @@ def test_old_files_of_ours_go_when_another_is_written(tmp_path: Path) -> None:
     files.write_error(str(old[2]), "reason")
     save_file({"x": torch.zeros(3)}, tmp_path / "model.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"half")
-    (tmp_path / ".x.safetensors.k3.tmp").touch()
-    (tmp_path / "notes.txt").touch()
+    for name in (".x.safetensors.k3.tmp", "notes.txt", "model.safetensors.tmp"):
+        (tmp_path / name).touch()
+    (tmp_path / "model.safetensors.error").touch()
     for entry in list(tmp_path.iterdir()):
         os.utime(entry, (1, time.time() - (5000 if entry.suffix == ".tmp" else 100)))
     young = [tmp_path / "young.safetensors", tmp_path / "new.safetensors"]
     write(ExportWriter(settings(tmp_path)), export(young[0], locked=True))
     write(ExportWriter(settings(tmp_path, ttl=50)), export(young[1]))
     left = {"broken.safetensors", "model.safetensors", "notes.txt"}
+    left |= {"model.safetensors.tmp", "model.safetensors.error"}
     left |= {"new.safetensors", "young.safetensors", "young.safetensors.lock"}
     assert set(os.listdir(tmp_path)) == left
 

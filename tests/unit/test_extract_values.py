@@ -280,6 +280,13 @@ def test_what_the_tier_does_not_take_is_an_error_marker(place: str, url: str) ->
     assert files.load(small, timeout=0)
 
 
+def test_more_layers_than_a_head_can_name_are_an_error_marker(place: str, url: str) -> None:
+    rows = torch.ones(COUNT, 1500, 1)
+    write(place, Export(url, tuple(range(1500)), None, torch.arange(COUNT), rows))
+    with pytest.raises(ExtractionError, match="too many layers"):
+        files.load(url, timeout=0)
+
+
 def test_nothing_piles_up_before_a_tier_that_takes_nothing(
     place: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

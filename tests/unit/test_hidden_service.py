@@ -100,7 +100,8 @@ class Worker:
         path = sockets.memory_path(Path(endpoint.removeprefix("ipc://")))
         self.memory = PoolClient(path, 0, name)
         database = TokenDatabase(NAMESPACE, CHUNK)
-        self.hs = HiddenStateStore(self.client, self.memory, database, **options)
+        self.hs = HiddenStateStore(**options)
+        self.hs.attach(self.client, self.memory, database)
 
     def ready(self) -> Worker:
         until(lambda: self.client.wait_ready(1.0))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +93,8 @@ class Bench:
         self.memory = LocalMemory(pool)
         self.database = TokenDatabase(namespace, chunk)
         self.ids = iter(range(1, 1 << 30))
-        self.hs = HiddenStateStore(self.session, self.memory, self.database, **options)
+        self.hs = HiddenStateStore(**options)
+        self.hs.attach(self.session, self.memory, self.database)
 
     def hashes(self, ids: Sequence[int], extra: Any = None) -> list[bytes]:
         chain = ChunkChain(self.database)
@@ -259,6 +263,8 @@ def test_a_layer_is_the_same_in_whatever_way_it_is_named(bench: MakeBench, index
     assert b.tags()[0] == f"hs1-bfloat16-{WIDTH}"
     assert b.hs.coverage(ids, [1]) == 2 * CHUNK
     assert torch.equal(b.hs.retrieve_layers(ids, [index])[1], rows_of(ids))
+    out = torch.zeros(2 * CHUNK, WIDTH)
+    assert b.hs.retrieve_hidden_states(ids, index, out=out).data_ptr() == out.data_ptr()
 
 
 def test_tokens_that_are_no_ids_are_refused(bench: MakeBench) -> None:
@@ -411,6 +417,11 @@ def test_rows_go_where_they_are_wanted(bench: MakeBench) -> None:
         with pytest.raises(ValueError, match="out is"):
             b.hs.retrieve_hidden_states(ids, out=bad)
     row, other = torch.zeros(WIDTH), torch.zeros(3 * CHUNK, WIDTH)
+    with torch.inference_mode():
+        inference = torch.zeros(3 * CHUNK, WIDTH)
+    for bad in (other.numpy(), other.to("meta")):
+        with pytest.raises(ValueError, match="on the CPU or a GPU"):
+            b.hs.retrieve_layers(ids, [0], out={0: bad})
     for bad in (
         row.expand(3 * CHUNK, WIDTH),
         torch.zeros(4 * CHUNK + WIDTH).as_strided((3 * CHUNK, WIDTH), (1, 1)),
@@ -419,6 +430,8 @@ def test_rows_go_where_they_are_wanted(bench: MakeBench) -> None:
         other.int(),
         other.bool(),
         other.clone().requires_grad_(),
+        torch._neg_view(other),
+        inference,
     ):
         with pytest.raises(ValueError, match="do not overlap"):
             b.hs.retrieve_hidden_states(ids, out=bad)
@@ -441,8 +454,23 @@ def test_layers_go_to_one_tensor_side_by_side(bench: MakeBench) -> None:
     b.hs.retrieve_layers(ids, [0, 1], out={0: taps[:, 0], 1: taps[:, 1]})
     for layer in range(2):
         assert torch.equal(taps[:, layer], rows_of(ids, layer=layer).float())
-    with pytest.raises(ValueError, match="same memory"):
-        b.hs.retrieve_layers(ids, [0, 1], out={0: taps[:, 0], 1: taps[:, 0]})
+    flat = torch.zeros(8 * CHUNK * WIDTH)
+    at = lambda first, *strides: flat[first:].as_strided((3 * CHUNK, WIDTH), strides)  # noqa: E731
+    for one, other in (
+        (taps[:, 0], taps[:, 0]),
+        (at(0, WIDTH, 1), at(CHUNK * WIDTH, WIDTH, 1)),
+        (at(0, 2 * WIDTH, 1), at(1, 2 * WIDTH, 1)),
+        (at(0, 2 * WIDTH, 1), at(2 * WIDTH - 1, 2 * WIDTH, 1)),
+        (at(0, 2 * WIDTH, 1), at(WIDTH, WIDTH, 1)),
+        (at(0, 1, 3 * CHUNK), at(WIDTH, 2 * WIDTH, 1)),
+        (flat.view(torch.bfloat16)[: 3 * CHUNK * WIDTH].view(-1, WIDTH), at(4, WIDTH, 1)),
+    ):
+        for out in ({0: one, 1: other}, {0: other, 1: one}):
+            with pytest.raises(ValueError, match="same memory"):
+                b.hs.retrieve_layers(ids, [0, 1], out=out)
+    apart = {0: at(0, WIDTH, 1), 1: at(3 * CHUNK * WIDTH, WIDTH, 1)}
+    assert b.hs.retrieve_layers(ids, [1, 0], out=apart) is not None
+    assert torch.equal(apart[0], rows_of(ids, layer=0).float())
 
 
 def test_rows_are_on_the_cpu_wherever_tensors_are_made_by_default(bench: MakeBench) -> None:
@@ -498,6 +526,9 @@ def test_rows_that_are_not_contiguous_are_stored(bench: MakeBench) -> None:
     b.add_kv(ids)
     assert b.hs.store_hidden_states(ids, wide[:, 5 : 5 + WIDTH]) == 2
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), wide[:, 5 : 5 + WIDTH])
+    minus = torch._neg_view(wide[:, :WIDTH])
+    assert b.hs.store_hidden_states(ids, minus, layer_idx=1) == 2
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, 1, dtype=None), -wide[:, :WIDTH])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -524,6 +555,14 @@ def test_another_width_or_dtype_of_a_layer_is_refused(bench: MakeBench) -> None:
         with pytest.raises(ValueError, match="hs0-float32-8"):
             b.hs.store_hidden_states(ids, rows)
     b.hs.store_hidden_states(ids, torch.zeros(len(ids), 9), layer_idx=1)
+
+
+def test_no_rows_say_nothing_of_a_layer(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(2 * CHUNK)
+    b.add_kv(ids)
+    assert b.hs.store_hidden_states([], torch.zeros(0, 3)) == 0
+    assert b.hs.store_hidden_states(ids, rows_of(ids)) == 2
 
 
 def test_rows_that_requests_are_not_answered_by_are_told(
@@ -907,20 +946,29 @@ def test_memory_that_is_mapped_in_part_is_a_miss(bench: MakeBench) -> None:
     assert b.hs.stats()["corrupt"] == 0
 
 
-def test_a_forked_child_reads(bench: MakeBench) -> None:
+def test_a_forked_child_finds_nothing(bench: MakeBench) -> None:
+    """It has none of the threads, sockets and locks of its parent, but memory of its own."""
     b = bench()
     ids = prompt(4 * CHUNK)
     b.add_kv(ids)
     b.hs.store_hidden_states(ids, rows_of(ids))
     assert b.hs.retrieve_hidden_states(ids) is not None  # Threads are there.
-    with warnings.catch_warnings():
+    with b.hs._attached[0].lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
         child = os.fork()
     if not child:
         signal.alarm(20)
-        same = torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
-        os._exit(0 if same else 1)
+        found = (
+            b.hs.store_hidden_states(ids, rows_of(ids)),
+            b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True),
+            b.hs.coverage(ids),
+            b.hs.num_cached_chunks,
+            *map(len, (b.hs.stats(), b.hs.take_counts())),
+        )
+        ok = not any(found) and b.hs.retrieve_hidden_states(ids) is None and b.hs.flush()
+        os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
+    assert b.hs.coverage(ids) == 4 * CHUNK
 
 
 def test_an_error_while_copying_ends_the_store(bench: MakeBench) -> None:
@@ -937,7 +985,7 @@ def test_an_error_while_copying_ends_the_store(bench: MakeBench) -> None:
 
 
 def test_without_a_store_nothing_is_stored_or_found() -> None:
-    hs = HiddenStateStore(None, None, None)
+    hs = HiddenStateStore()
     ids = prompt(2 * CHUNK)
     assert hs.store_hidden_states(ids, rows_of(ids)) == 0
     assert hs.store_hidden_states(ids, rows_of(ids), non_blocking=True) == 0
@@ -1068,9 +1116,93 @@ def test_an_error_of_the_helper_thread_is_logged(
     bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     b = bench()
-    b.hs.store_hidden_states([-1] * CHUNK, rows_of(prompt(CHUNK)), non_blocking=True)
+    ids = prompt(CHUNK)
+    b.add_kv(ids)
+    real, b.memory.view = b.memory.view, lambda slot: 1 // 0
+    b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True)
     assert b.hs.flush(10)
     assert "hidden states could not be stored" in caplog.text
+    b.memory.view = real
+    # Its place in the staging memory is free again.
+    (staging,) = b.hs._staging.values()
+    assert not staging._ring._parts
+
+
+def test_a_place_is_free_once_its_stream_is_done(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that nobody had to read, too: they may still be on their way there."""
+    b = bench()
+    ids = prompt(CHUNK)
+    b.add_kv(ids)
+    b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True)
+    assert b.hs.flush(10)
+    (staging,) = b.hs._staging.values()
+    parts = staging._ring._parts
+    seen: list[Any] = []
+    compute = SimpleNamespace(name="compute")
+    staging.stream = SimpleNamespace(
+        device=None,
+        wait_stream=lambda stream: seen.append(stream.name),
+        synchronize=lambda: seen.append(len(parts)),
+    )
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True)
+    assert b.hs.flush(10)
+    assert (seen, len(parts)) == (["compute", 1], 0)
+
+
+class Copyless(torch.Tensor):
+    """Rows that cannot be copied."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *how: Any) -> Any:
+        if function is torch.Tensor.copy_:
+            raise RuntimeError("no copy")
+        return super().__torch_function__(function, *how)
+
+
+def test_rows_that_cannot_be_copied_aside_take_no_place(bench: MakeBench) -> None:
+    b = bench()
+    ids = prompt(CHUNK)
+    b.add_kv(ids)
+    items = [Rows(ids, rows_of(ids)), Rows(ids, rows_of(ids).as_subclass(Copyless), 1)]
+    with pytest.raises(RuntimeError, match="no copy"):
+        b.hs.store_batch(items, non_blocking=True)
+    (staging,) = b.hs._staging.values()
+    assert not staging._ring._parts
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda ids: array("i", ids)])
+def test_rows_are_those_of_the_ids_at_the_time_of_the_call(bench: MakeBench, kind: Any) -> None:
+    """A runner's own list grows, and its buffer of ids is used again."""
+    b = bench()
+    ids, others = prompt(2 * CHUNK + 3), prompt(2 * CHUNK + 3, 1)
+    for each in (ids, others):
+        b.add_kv(each)
+    gate, real = threading.Event(), b.memory.view
+    b.memory.view = lambda slot: (gate.wait(20), real(slot))[1]
+    first = prompt(CHUNK, 2)
+    b.add_kv(first)
+    b.hs.store_hidden_states(first, rows_of(first), non_blocking=True)  # The helper waits here.
+    buffer = kind(ids)
+    items = [Rows(buffer, rows_of(ids, layer=layer), layer) for layer in (0, 1)]
+    b.hs.store_batch(items, non_blocking=True)
+    if kind is list:
+        buffer += [5, 6, 7, 8]
+    else:
+        buffer[:] = kind(others)
+    gate.set()
+    assert b.hs.flush(10)
+    b.memory.view = real
+    assert b.hs.coverage(others) == 0
+    end = prompt(3 * CHUNK)
+    b.add_kv(end)
+    for layer in (0, 1):
+        rows = rows_of(end, layer=layer)
+        b.hs.store_hidden_states(end, rows[2 * CHUNK + 3 :], layer, 2 * CHUNK + 3)
+        assert torch.equal(b.hs.retrieve_hidden_states(end, layer, dtype=None), rows)
 
 
 # ---- tiers --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ def test_configuration_table() -> None:
 
 def test_keys_of_extraction() -> None:
     text = (ROOT / "docs" / "hidden_states.md").read_text()
+    text = text.partition("### Configuration")[2].partition("###")[0]
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
     assert [row[1].strip(" `") for row in rows] == list(ExtractSettings.__struct_fields__)
     assert {row[4].partition(":")[0].strip(" `") for row in rows} - {""} == {

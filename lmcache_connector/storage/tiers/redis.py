@@ -68,7 +68,7 @@ class _Connection(redis.Connection):
         try:
             super().on_connect_check_health(check_health)
         except (RedisError, *_NONSENSE) as error:
-            # A server's own words may quote AUTH, or parts of it; those of a timeout are redis-py's.
+            # A server's own words may quote AUTH; those of a timeout are redis-py's.
             if not isinstance(error, redis.TimeoutError):
                 error.args = ("it does not let us in: check the credentials and the database",)
             raise
