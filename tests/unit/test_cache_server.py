@@ -191,6 +191,7 @@ def store(client: StoreClient, store_id: int, indexes: range) -> None:
         if row.key is not None and slots[number]
     ]
     client.complete_store(store_id, commits)
+    client.prepare_store(1000 + store_id, [], [])  # an answer: others find it now
 
 
 def found(client: StoreClient, lookup_id: int, indexes: range) -> list[int]:
@@ -224,6 +225,7 @@ def test_an_engine_finds_what_another_has_stored(house: House) -> None:
     assert [row.digests for row in rows] == [[7]] * 3
     assert house.status().pool.busy_rows == 3
     second.complete_load(9, [keep[0]])
+    second.prepare_store(1000, [], [])
     assert found(first, 2, range(4)) == [0b110, 0b111]
     # The first value wins, and what is there is not reserved again.
     assert first.prepare_store(3, [new_row(1)], []) == [[]]
