@@ -159,8 +159,23 @@ class RowClient:
         in what ``make`` gives for so many tokens. None: not there, or damaged and removed."""
         load_id = next(self._ids)
         keys: list[RowKey] = []
-        pinned = self._until(lambda: self._pin(load_id, keys, hashes, layers, least))
-        rows, incarnation = pinned or ([], "")
+
+        def pin() -> tuple[list[Row], str] | None:
+            if not keys:
+                count = self._reach(load_id, hashes, layers)
+                if count is None or count < least:
+                    return None if count is None else ([], "")
+                keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
+            state = self.store.narrow(load_id, keys)
+            if state is LookupState.READY:
+                rows = self.store.prepare_load(load_id, load_id, keys)
+                if rows is not None:
+                    return rows, self.store.pool_ref.incarnation
+            if state is not LookupState.PENDING:
+                keys.clear()  # one of them is gone by now
+            return None
+
+        rows, incarnation = self._until(pin) or ([], "")
         if not rows:
             with self.lock:
                 self.store.release(load_id)
@@ -181,30 +196,6 @@ class RowClient:
                 self.counts["read"] += len(rows)
                 self.counts["corrupt"] += len(damaged)
         return None if damaged else outs
-
-    def _pin(
-        self,
-        load_id: int,
-        keys: list[RowKey],
-        hashes: Sequence[bytes],
-        layers: Sequence[Layer],
-        least: int,
-    ) -> tuple[list[Row], str] | None:
-        """Rows, pinned, whose keys are in ``keys`` then, and the life of the pool they are in; no
-        rows: there are less than ``least`` chunks; None: it is not known yet."""
-        if not keys:
-            count = self._reach(load_id, hashes, layers)
-            if count is None or count < least:
-                return None if count is None else ([], "")
-            keys.extend((name, layer.tag) for name in hashes[:count] for layer in layers)
-        state = self.store.narrow(load_id, keys)
-        if state is LookupState.READY:
-            rows = self.store.prepare_load(load_id, load_id, keys)
-            if rows is not None:
-                return rows, self.store.pool_ref.incarnation
-        if state is not LookupState.PENDING:
-            keys.clear()  # one of them is gone by now
-        return None
 
     def _read(
         self, rows: Sequence[Row], layers: Sequence[Layer], outs: Sequence[torch.Tensor]

@@ -58,7 +58,7 @@ class _Request:
     held: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     failures: int = 0
     # By layer: rows from ``delivered`` to ``computed``.
-    restored: dict[int, torch.Tensor] = field(default_factory=dict)
+    restored: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
 class OmniRows:
@@ -196,39 +196,37 @@ class OmniRows:
         request = self._requests.get(rid)
         if request is None:
             return payload
-        computed, end, delivered = request.computed, request.end, request.delivered
+        num_rows = request.end - request.computed
         by_token = {
             name: rows
             for name, rows in payload.items()
             if isinstance(rows, torch.Tensor)
             and rows.ndim > 1
             # Of a single row nobody can tell.
-            and (_layer_of(name) is not None or 1 < len(rows) == end - computed)
+            and (_layer_of(name) is not None or 1 < len(rows) == num_rows)
         }
-        result = dict(payload)
-        for name, rows in by_token.items():
-            layer = _layer_of(name)
-            if len(rows) == end:
-                # From the first token on: Omni's own cache had the prefix.
-                result[name] = rows[delivered:]
-            elif len(rows) == end - computed and computed <= delivered:
-                result[name] = rows[delivered - computed :]
-            elif (
-                layer in request.restored
-                and len(rows) == end - computed
-                and (whole := _join(request.restored[layer], rows)) is not None
-            ):
-                result[name] = whole
-            else:
-                return {name: payload[name] for name in payload.keys() - by_token.keys()}
-        request.delivered = max(delivered, end)
+        result = {name: payload[name] for name in payload.keys() - by_token.keys()}
+        whole = {name: _not_delivered(request, name, rows) for name, rows in by_token.items()}
+        if all(rows is not None for rows in whole.values()):
+            result |= whole
+            request.delivered = max(request.delivered, request.end)
         return result
 
 
-def _join(restored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-    """Rows behind those that were restored; None when there is no room for both."""
+def _not_delivered(request: _Request, name: str, rows: torch.Tensor) -> torch.Tensor | None:
+    """Those of a step's ``rows`` and of the restored ones before them that the next stage does not
+    have; None when some are missing."""
+    first = request.delivered - request.computed
+    if len(rows) == request.end:
+        # From the first token on: Omni's own cache had the prefix.
+        return rows[request.delivered :]
+    if len(rows) != request.end - request.computed:
+        return None
+    if first >= 0:
+        return rows[first:]
     try:
-        return torch.cat([restored.to(rows), rows])
+        restored = request.restored.get(_layer_of(name))
+        return None if restored is None else torch.cat([restored.to(rows), rows])
     except _TROUBLE as error:
         logger.error("rows of a request cannot be handed on: %s", error)
         return None

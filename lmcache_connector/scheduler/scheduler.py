@@ -224,10 +224,8 @@ class CacheScheduler:
                 stores.append(op)
         return metadata.StepMeta(opened.store.pool_ref, stores, loads)
 
-    def _plan_store(
-        self, opened: Lookups, state: RequestState, step: StepView, end: int
-    ) -> metadata.StoreOp | None:
-        """Reserve slots for the chunks that this step completes and that are worth keeping."""
+    def _new_chunks(self, opened: Lookups, state: RequestState, step: StepView, end: int) -> range:
+        """Chunks that this step completes and that are worth keeping."""
         view = state.view
         if view.num_prompt_tokens != state.num_prompt_tokens:
             # A session went on: what it had not computed by then may be other tokens now.
@@ -241,12 +239,18 @@ class CacheScheduler:
             limit = min(limit, state.params.max_offload_tokens)
         end_chunk = limit // opened.layout.chunk_tokens
         if end_chunk <= state.next_chunk or self._reason_uncacheable(state):
-            return None
+            return range(0)
         chunks = range(state.next_chunk, end_chunk)
         state.next_chunk = end_chunk
-        if len(state.chain.hashes) < end_chunk and not opened.extend_chain(state):
-            return None
-        block_ids = step.block_ids(view.request_id)
+        is_named = len(state.chain.hashes) >= end_chunk or opened.extend_chain(state)
+        return chunks if is_named else range(0)
+
+    def _plan_store(
+        self, opened: Lookups, state: RequestState, step: StepView, end: int
+    ) -> metadata.StoreOp | None:
+        """Reserve slots for new chunks."""
+        view, chunks = state.view, self._new_chunks(opened, state, step, end)
+        block_ids = step.block_ids(view.request_id) if chunks else None
         if block_ids is None:
             return None
         objects, parts = allocate.store_objects(

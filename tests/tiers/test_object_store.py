@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +109,25 @@ def test_comes_back_after_a_restart_of_the_server() -> None:
         tier.put(NAMES[0], value)
         assert tier.get(NAMES[0], read)
         assert read == value
+
+
+def test_a_forked_child_is_told_why_it_cannot(s3: tuple[Server, str]) -> None:
+    """obstore's threads are not there, and it would wait for them for the whole of each timeout."""
+    tier = open_at(s3[1], 5)
+    assert tier.contains(NAMES[:1]) == [False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        told = [
+            assert_fails_in_time(call, 0)
+            for one in (tier, open_at(s3[1], 5))
+            for call in calls(one).values()
+        ]
+        os._exit(0 if all("spawn it instead" in text for text in told) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.contains(NAMES[:1]) == [False]
 
 
 def test_no_bucket_is_an_error_where_it_shows(s3: tuple[Server, str]) -> None:

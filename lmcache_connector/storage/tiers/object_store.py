@@ -11,6 +11,7 @@ would page through all that the namespace holds.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ from lmcache_connector.storage.tiers import base
 _KINDS: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 # All that is told of an error: its text holds URLs, which may hold signatures.
 _TOLD = re.compile(r"(?<=status: )\d+|(?<=<Code>)\w+|(?<=kind: )\w+|(?<=source: )[A-Z]\w+(?=[ ,(])")
+# obstore has threads, which a forked child of the process that it was first used in has not.
+_user: dict[str, int] = {}
 
 
 class ObjectStoreTier(base.Tier):
@@ -53,6 +56,9 @@ class ObjectStoreTier(base.Tier):
         async def bounded() -> Any:
             return await asyncio.wait_for(start(), self._timeout)
 
+        if _user.setdefault("pid", os.getpid()) != os.getpid():
+            text = "this process was forked from one that used an object store: spawn it instead"
+            raise base.TierError(f"{self._where}: {what}: {text}")
         try:
             return asyncio.run(bounded())
         except (BaseError, OSError, ValueError) as error:
