@@ -202,10 +202,11 @@ class RowClient:
     ) -> list[int]:
         """Copy rows, by chunk and layer, to ``outs``; the indices of those that are damaged."""
         damaged: list[int] = []
+        todo = iter(range(len(rows)))
 
         @torch.inference_mode(torch.is_inference_mode_enabled())  # the caller's
-        def copy(part: int, step: int) -> None:
-            for index in range(part, len(rows), step):
+        def copy() -> None:
+            for index in todo:
                 chunk, turn = divmod(index, len(layers))
                 first, view = chunk * self._chunk_tokens, self._memory.view(rows[index].slots[0])
                 target = outs[turn][first : first + self._chunk_tokens]
@@ -213,16 +214,21 @@ class RowClient:
                 if xxhash.xxh3_64_intdigest(view) != rows[index].digests[0]:
                     damaged.append(index)
 
-        if not all(out.is_cpu for out in outs):
-            copy(0, 1)  # in the order of the caller's stream
-            return damaged
         copies: list[Future[None]] = []
+        # To a device all are copied in the order of the caller's stream.
+        helpers = min(_COPIES_AT_ONCE, len(rows)) - 1 if all(out.is_cpu for out in outs) else 0
         try:
-            for part in range(min(_COPIES_AT_ONCE, len(rows))):
-                copies.append(self._copiers.submit(copy, part, _COPIES_AT_ONCE))
+            for _ in range(helpers):
+                copies.append(self._copiers.submit(copy))
+        except RuntimeError:  # no more threads, but what was to run may be in the queue
+            self._copiers.shutdown()
+            self._copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, "lmcache-rows")
+        try:
+            copy()
             for done in copies:
                 done.result()
         finally:
+            list(todo)  # nobody begins another
             wait(copies)
         return damaged
 

@@ -111,12 +111,15 @@ def hold_lock(path: str) -> int:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     # Whatever is there by that name neither blocks nor leads elsewhere.
     flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    for _ in range(5):
-        descriptor = os.open(path + LOCK, flags, 0o644)
-        # Who looks whether it is held holds it for a moment, and may remove one that is not.
-        if _try_lock(descriptor, fcntl.LOCK_EX) and os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)
+    # Who looks whether it is held holds it for a moment, and may remove one that is not.
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(path + LOCK, flags, 0o644)
+            stack.callback(os.close, descriptor)
+            if _try_lock(descriptor, fcntl.LOCK_EX) and os.fstat(descriptor).st_nlink:
+                stack.pop_all()
+                return descriptor
         time.sleep(0.001)
     raise BlockingIOError(f"{path}{LOCK} is held by another export or a reader")
 
@@ -173,12 +176,13 @@ def tidy(directory: str, ttl: float | None, told: Callable[..., object] = lambda
         for entry in entries:
             try:
                 facts = entry.stat(follow_symlinks=False)
+                size = facts.st_size if entry.name.endswith(SUFFIX) else 0
+                used_bytes += size
                 # What is being written is younger than an hour.
                 limit = min(oldest, time.time() - 3600) if entry.name.endswith(".tmp") else oldest
                 if SUFFIX in entry.name and facts.st_mtime < limit and may_go(entry.path):
                     os.unlink(entry.path)
-                elif entry.name.endswith(SUFFIX):
-                    used_bytes += facts.st_size
+                    used_bytes -= size
             except OSError as error:
                 # Anybody may write here: what is odd stays, and the others go.
                 if not isinstance(error, FileNotFoundError):
@@ -187,7 +191,7 @@ def tidy(directory: str, ttl: float | None, told: Callable[..., object] = lambda
 
 
 def may_go(path: str) -> bool:
-    """Whether this package wrote what is there, and no reader waits for it."""
+    """Whether this package wrote what is there; of a lock, that no reader waits by it."""
     if path.endswith(SUFFIX) and os.path.isfile(path):
         # The header begins with the metadata; mapping the file could kill this process.
         with _open(path) as file:

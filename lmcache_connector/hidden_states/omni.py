@@ -216,14 +216,13 @@ class OmniRows:
 def _not_delivered(request: _Request, name: str, rows: torch.Tensor) -> torch.Tensor | None:
     """Those of a step's ``rows`` and of the restored ones before them that the next stage does not
     have; None when some are missing."""
-    first = request.delivered - request.computed
     if len(rows) == request.end:
         # From the first token on: Omni's own cache had the prefix.
         return rows[request.delivered :]
     if len(rows) != request.end - request.computed:
         return None
-    if first >= 0:
-        return rows[first:]
+    if request.computed <= request.delivered:
+        return rows[request.delivered - request.computed :]
     try:
         restored = request.restored.get(_layer_of(name))
         return None if restored is None else torch.cat([restored.to(rows), rows])

@@ -15,7 +15,8 @@ class RowStaging:
     """A buffer of ``capacity`` bytes on one device, taken once: what a model is served with
     shrinks by no more.
 
-    ``stream``: for copies from here, beside the model; None on the CPU. Callers take turns.
+    ``stream``: for copies from here, beside the model; None on the CPU. ``ring``: what was ``put``
+    first is its oldest part. Callers take turns.
 
     Raises:
         RuntimeError: there is no such memory.
@@ -25,18 +26,18 @@ class RowStaging:
         # Written to in and out of inference mode: it must not be an inference tensor.
         with torch.inference_mode(False):
             self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
-        self._ring = StagingRing(capacity)
+        self.ring = StagingRing(capacity)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def has_room(self, rows: Sequence[torch.Tensor]) -> bool:
         """Whether there is room for them when nothing else is here."""
-        return sum(map(_size, rows)) <= self._ring.capacity
+        return sum(map(_size, rows)) <= self.ring.capacity
 
     def put(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Copies, made in the order of the current stream, for the first of which ``stream``
-        waits; None when what is here leaves no room."""
+        """Copies, made in the order of the current stream, for which ``stream`` waits; None when
+        what is here leaves no room."""
         num_bytes = sum(map(_size, rows))
-        start = self._ring.find(num_bytes)
+        start = self.ring.find(num_bytes)
         if start is None:
             return None
         copies = []
@@ -46,7 +47,7 @@ class RowStaging:
             start += _size(each)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        self._ring.take(num_bytes)
+        self.ring.take(num_bytes)
         return copies
 
     def wait(self) -> None:
@@ -54,10 +55,6 @@ class RowStaging:
         on another stream."""
         if self.stream is not None:
             self.stream.synchronize()
-
-    def release_oldest(self) -> None:
-        """What was ``put`` first is stored."""
-        self._ring.release_oldest()
 
 
 def _size(rows: torch.Tensor) -> int:

@@ -70,6 +70,7 @@ class HiddenStateStore:
         self._staging_lock = threading.Lock()
         self._queued: set[Future[None]] = set()
         self._helper = ThreadPoolExecutor(1, "lmcache-hidden")
+        self._helper.submit(int)  # It has its thread now: no later call fails for want of one.
 
     def attach(self, store: Store, memory: PoolClient, database: TokenDatabase) -> None:
         """Begin, or go on with another store, or with the keys of another namespace. Nothing is
@@ -173,7 +174,7 @@ class HiddenStateStore:
         finally:
             staging.wait()
             with self._staging_lock:
-                staging.release_oldest()
+                staging.ring.release_oldest()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Whether all that was given ``non_blocking`` is dealt with, within ``timeout`` seconds."""

@@ -8,8 +8,6 @@ form of all values of tiers, checksums included.
 from __future__ import annotations
 
 import atexit
-import functools
-import threading
 import time
 from typing import Annotated, Literal
 
@@ -61,18 +59,17 @@ class _Outlet:
         return digests
 
 
-_open = functools.cache(_Outlet)
-_opening = threading.Lock()
+_opened: dict[str, _Outlet] = {}
 
 
 def open_outlet(url: str) -> _Outlet:
-    """Once in a process: no other knows what is in its memory://.
+    """The same for all in a process: no other knows what is in its memory://.
 
     Raises:
         ConfigError, TierError: the tier cannot be used as written.
     """
-    with _opening:
-        return _open(url)
+    # Without a lock, which a forked child might never get: of two that were opened one is used.
+    return _opened.get(url) or _opened.setdefault(url, _Outlet(url))
 
 
 def write(url: str, rows: torch.Tensor, token_ids: torch.Tensor, layers: str) -> None:

@@ -27,7 +27,8 @@ _NUM_PREFETCHED = 16
 
 @dataclass(eq=False)
 class Lookups:
-    """All lookups of one store. No call waits."""
+    """A store that is open, once the workers' geometry is known, and all lookups in it. No call
+    waits."""
 
     _config: Config
     layout: CacheLayout

@@ -78,7 +78,7 @@ class CacheServer:
         embedded: the instance whose store lives in this process; no other can register.
 
     Raises:
-        OSError: the socket cannot be made.
+        zmq.ZMQError: the socket cannot be made.
     """
 
     def __init__(

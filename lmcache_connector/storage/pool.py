@@ -62,9 +62,10 @@ class MemoryPool:
         needed = align_up(max(1, min_object_bytes), SLOT_ALIGNMENT)
         if capacity_bytes < needed:
             raise StartupError(
-                f"max_local_cpu_size: a pool of {capacity_bytes} bytes cannot hold one chunk's "
-                f"object of {min_object_bytes} bytes; set it to at least "
-                f'"{needed >> 10}KiB", better to many times that, or make chunk_size smaller'
+                f"a pool of {capacity_bytes} bytes cannot hold one chunk's object of "
+                f"{min_object_bytes} bytes: set max_local_cpu_size (of hidden states "
+                f'max_hidden_state_cpu_size) to at least "{needed >> 10}KiB", better to many times '
+                "that, or make chunk_size smaller"
             )
         sizes = _extent_sizes(capacity_bytes, extent_bytes, min_object_bytes)
         self.capacity_bytes = sum(sizes)

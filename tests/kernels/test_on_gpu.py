@@ -330,7 +330,7 @@ def test_staged_rows_are_those_of_a_running_kernel_and_not_what_comes_after() ->
         rows.fill_(-1)
         with torch.cuda.stream(staging.stream):
             found.append([copy.cpu() for copy in copies])
-        staging.release_oldest()
+        staging.ring.release_oldest()
     for turn, copies in enumerate(found):
         assert [copy.shape for copy in copies] == [(1024, 512), (512, 1024)]
         assert all((copy == turn + 1).all() for copy in copies)

@@ -119,13 +119,17 @@ def test_a_forked_child_is_told_why_it_cannot(s3: tuple[Server, str]) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
         child = os.fork()
     if not child:
-        signal.alarm(20)
-        told = [
-            assert_fails_in_time(call, 0)
-            for one in (tier, open_at(s3[1], 5))
-            for call in calls(one).values()
-        ]
-        os._exit(0 if all("spawn it instead" in text for text in told) else 1)
+        code = 1
+        try:
+            signal.alarm(20)
+            told = [
+                assert_fails_in_time(call, 0)
+                for one in (tier, open_at(s3[1], 5))
+                for call in calls(one).values()
+            ]
+            code = not all("spawn it instead" in text for text in told)
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert tier.contains(NAMES[:1]) == [False]
 

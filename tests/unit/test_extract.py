@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -272,22 +273,49 @@ def test_two_exports_to_one_path_do_not_wait_for_each_other(tmp_path: Path) -> N
     os.close(files.hold_lock(path))
 
 
-def test_a_lock_survives_those_who_look_for_it(tmp_path: Path) -> None:
-    """`ls` holds it for the moment in which it asks, and may come at any."""
-    path, end = str(tmp_path / "a.safetensors"), threading.Event()
+def test_a_lock_survives_those_who_look_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ls` holds it for the moment in which it asks."""
+    path, real, busy = str(tmp_path / "a.safetensors"), fcntl.flock, [True] * 6
 
-    def look() -> None:
-        while not end.is_set():
-            files.is_being_written(path)
+    def flock(descriptor: int, kind: int) -> None:
+        if busy:
+            busy.pop()
+            raise BlockingIOError
+        real(descriptor, kind)
 
-    other = threading.Thread(target=look)
-    other.start()
-    try:
-        for _ in range(500):
-            os.close(files.hold_lock(path))
-    finally:
-        end.set()
-        other.join()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    os.close(files.hold_lock(path))
+    assert not busy
+
+
+def test_a_file_system_without_locks_costs_no_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="no locks"):
+            files.hold_lock(str(tmp_path / "a.safetensors"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_cannot_be_removed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    write(ExportWriter(settings(tmp_path)), export(path))
+    os.utime(path, (1, 1))
+
+    def unlink(path: str) -> None:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        assert files.tidy(str(tmp_path), 60) == path.stat().st_size
+    assert files.tidy(str(tmp_path), 60) == 0
 
 
 def test_a_lock_that_was_removed_while_it_was_taken_is_taken_again(

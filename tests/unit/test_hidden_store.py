@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lmcache_connector.errors import ProtocolError
+from lmcache_connector.hidden_states import client as client_module
 from lmcache_connector.hidden_states import store as store_module
 from lmcache_connector.hidden_states.rows import Rows
 from lmcache_connector.hidden_states.store import HiddenStateStore
@@ -957,18 +958,51 @@ def test_a_forked_child_finds_nothing(bench: MakeBench) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
         child = os.fork()
     if not child:
-        signal.alarm(20)
-        found = (
-            b.hs.store_hidden_states(ids, rows_of(ids)),
-            b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True),
-            b.hs.coverage(ids),
-            b.hs.num_cached_chunks,
-            *map(len, (b.hs.stats(), b.hs.take_counts())),
-        )
-        ok = not any(found) and b.hs.retrieve_hidden_states(ids) is None and b.hs.flush()
-        os._exit(0 if ok else 1)
+        code = 1
+        try:
+            signal.alarm(20)
+            found = (
+                b.hs.store_hidden_states(ids, rows_of(ids)),
+                b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True),
+                b.hs.coverage(ids),
+                b.hs.num_cached_chunks,
+                *map(len, (b.hs.stats(), b.hs.take_counts())),
+            )
+            code = any(found) or b.hs.retrieve_hidden_states(ids) is not None or not b.hs.flush()
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert b.hs.coverage(ids) == 4 * CHUNK
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+def test_rows_are_read_with_as_few_threads_as_can_be_had(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    """Nothing is copied any more when the call has ended: slots and ``out`` are others' then."""
+    monkeypatch.setattr(client_module, "_COPIES_AT_ONCE", 4)
+    b = bench()
+    ids = prompt(12 * CHUNK)
+    b.add_kv(ids)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    real, started = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if "lmcache-rows" in thread.name:
+            started.append(thread)
+            if len(started) > num_threads:
+                raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    view = b.memory.view
+    b.memory.view = lambda slot: (time.sleep(0.002), view(slot))[1]
+    for _ in range(3):
+        out = torch.zeros(12 * CHUNK, WIDTH, dtype=torch.bfloat16)
+        assert torch.equal(b.hs.retrieve_hidden_states(ids, out=out), rows_of(ids))
+        out.zero_()
+        time.sleep(0.01)
+        assert not out.any()
 
 
 def test_an_error_while_copying_ends_the_store(bench: MakeBench) -> None:
@@ -1104,12 +1138,15 @@ def test_staging_memory_is_used_again_and_again_and_mixes_nothing(
         b.add_kv(ids)
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(write, prompts))
-    for ids in prompts:
-        # Rows may have been dropped, where all came at once.
+    # Rows may have been dropped, where all came at once: not so of one alone.
+    alone = prompt(6 * CHUNK, 3)
+    b.add_kv(alone)
+    write(alone)
+    assert len(b.hs.retrieve_layers(alone, [0, 1])[0]) == 6 * CHUNK
+    for ids in (*prompts, alone):
         found = b.hs.retrieve_layers(ids, [0, 1]) or {}
         for layer, rows in found.items():
             assert torch.equal(rows, rows_of(ids, layer=layer)[: len(rows)].to(rows.dtype))
-    assert b.hs.stats()["stored"] > 12
 
 
 def test_an_error_of_the_helper_thread_is_logged(
@@ -1125,7 +1162,7 @@ def test_an_error_of_the_helper_thread_is_logged(
     b.memory.view = real
     # Its place in the staging memory is free again.
     (staging,) = b.hs._staging.values()
-    assert not staging._ring._parts
+    assert not staging.ring._parts
 
 
 def test_a_place_is_free_once_its_stream_is_done(
@@ -1138,7 +1175,7 @@ def test_a_place_is_free_once_its_stream_is_done(
     b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True)
     assert b.hs.flush(10)
     (staging,) = b.hs._staging.values()
-    parts = staging._ring._parts
+    parts = staging.ring._parts
     seen: list[Any] = []
     compute = SimpleNamespace(name="compute")
     staging.stream = SimpleNamespace(
@@ -1171,7 +1208,7 @@ def test_rows_that_cannot_be_copied_aside_take_no_place(bench: MakeBench) -> Non
     with pytest.raises(RuntimeError, match="no copy"):
         b.hs.store_batch(items, non_blocking=True)
     (staging,) = b.hs._staging.values()
-    assert not staging._ring._parts
+    assert not staging.ring._parts
 
 
 @pytest.mark.parametrize("kind", [list, np.array, lambda ids: array("i", ids)])
