@@ -245,6 +245,7 @@ def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> Non
     seen: list[tuple[int, int, bool, list[int]]] = []
 
     def register(address: int, nbytes: int) -> None:
+        until(lambda: served.clients)  # made, and not only at work
         seen.append(
             (address, nbytes, (len(seen) < len(served.clients[0]._addresses)), list(served.ready))
         )
@@ -261,11 +262,12 @@ def test_extents_are_registered_before_they_count_as_mapped(serve: Serve) -> Non
 def test_a_worker_that_cannot_pin_keeps_what_it_has(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = serve()
+    served, pinned = serve(), []
 
     def register(address: int, nbytes: int) -> None:
-        if len(served.clients[0]._addresses) > 0:
+        if pinned:
             raise RuntimeError("no more pinned memory")
+        pinned.append(address)
 
     client = served.client(0, register_extent=register)
     until(lambda: "no more pinned memory" in caplog.text)
@@ -328,6 +330,7 @@ def test_who_keeps_failing_to_map_all_tries_less_and_less(
     served, tries = serve(), []
 
     def register(address: int, nbytes: int) -> None:
+        until(lambda: served.clients)
         if len(served.clients[0]._addresses) > 0:
             tries.append(time.monotonic())
             raise OSError("never")
