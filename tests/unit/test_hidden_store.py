@@ -1005,6 +1005,37 @@ def test_rows_are_read_with_as_few_threads_as_can_be_had(
         assert not out.any()
 
 
+def test_a_thread_that_becomes_free_copies_nothing_behind_the_call(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take what was queued before another thread could not be had."""
+    monkeypatch.setattr(client_module, "_COPIES_AT_ONCE", 2)
+    b = bench()
+    ids = prompt(12 * CHUNK)
+    b.add_kv(ids)
+    b.hs.store_hidden_states(ids, rows_of(ids))
+    free, real, view = threading.Event(), threading.Thread.start, b.memory.view
+    b.hs._attached[0]._copiers.submit(free.wait, 20)
+
+    def start(thread: threading.Thread) -> None:
+        if "lmcache-rows" in thread.name:
+            threading.Timer(0.05, free.set).start()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    slow = [0.5]
+
+    def look(slot: SlotRef) -> memoryview:
+        is_helper = "lmcache-rows" in threading.current_thread().name
+        time.sleep(slow.pop() if is_helper and slow else 0.01)
+        return view(slot)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    b.memory.view = look
+    out = torch.zeros(12 * CHUNK, WIDTH, dtype=torch.bfloat16)
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, out=out), rows_of(ids))
+
+
 def test_an_error_while_copying_ends_the_store(bench: MakeBench) -> None:
     b = bench()
     ids = prompt(2 * CHUNK)
