@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import obstore
 import pytest
+from forks import holds_in_a_child
 from servers import AWS, Server, free_port, s3_server
 
 from lmcache_connector.errors import ConfigError
@@ -115,22 +114,16 @@ def test_a_forked_child_is_told_why_it_cannot(s3: tuple[Server, str]) -> None:
     """obstore's threads are not there, and it would wait for them for the whole of each timeout."""
     tier = open_at(s3[1], 5)
     assert tier.contains(NAMES[:1]) == [False]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(20)
-            told = [
-                assert_fails_in_time(call, 0)
-                for one in (tier, open_at(s3[1], 5))
-                for call in calls(one).values()
-            ]
-            code = not all("spawn it instead" in text for text in told)
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def is_told() -> bool:
+        told = [
+            assert_fails_in_time(call, 0)
+            for one in (tier, open_at(s3[1], 5))
+            for call in calls(one).values()
+        ]
+        return all("spawn it instead" in text for text in told)
+
+    assert holds_in_a_child(is_told)
     assert tier.contains(NAMES[:1]) == [False]
 
 

@@ -199,6 +199,7 @@ def test_export_cuts_what_is_asked_for(run: Run, tmp_path: Path, by: str) -> Non
     assert torch.equal(files.load(str(out))["hidden_states"], rows)
     ended = run("export", place, out)
     assert (ended.code, ended.err) == (1, f"error: {out} is there already, or is no path\n")
+    assert "or is no path" in run("export", place, "").err
     assert run("export", place, "redis://host:1/0").code == 1
     some = tmp_path / "deep" / "some.safetensors"
     assert run("export", place, some, "--layers", "4,0", "--first", 2, "--end", 5).code == 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import threading
 import time
-import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forks import holds_in_a_child
 
 from lmcache_connector.errors import ProtocolError
 from lmcache_connector.hidden_states import client as client_module
@@ -504,6 +503,25 @@ def test_rows_of_a_graph_are_stored_without_it(bench: MakeBench) -> None:
 
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_rows_are_copied_aside_in_and_out_of_inference_mode(
+    bench: MakeBench, modes: tuple[bool, bool]
+) -> None:
+    b = bench()
+    ids = prompt(2 * CHUNK)
+    b.add_kv(ids)
+    for mode, first in zip(modes, (0, CHUNK), strict=True):
+        with torch.inference_mode(mode):
+            rows = rows_of(ids)[first : first + CHUNK]
+            b.hs.store_hidden_states(
+                ids[: first + CHUNK], rows, token_offset=first, non_blocking=True
+            )
+    assert b.hs.flush(10)
+    assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), rows_of(ids))
+    (staging,) = b.hs._staging.values()
+    assert not staging._memory.is_inference()
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
 def test_a_chunk_is_put_together_in_and_out_of_inference_mode(
     bench: MakeBench, modes: tuple[bool, bool]
 ) -> None:
@@ -527,7 +545,7 @@ def test_rows_that_are_not_contiguous_are_stored(bench: MakeBench) -> None:
     b.add_kv(ids)
     assert b.hs.store_hidden_states(ids, wide[:, 5 : 5 + WIDTH]) == 2
     assert torch.equal(b.hs.retrieve_hidden_states(ids, dtype=None), wide[:, 5 : 5 + WIDTH])
-    minus = torch._neg_view(wide[:, :WIDTH])
+    minus = torch._neg_view(wide[:, :WIDTH].contiguous())
     assert b.hs.store_hidden_states(ids, minus, layer_idx=1) == 2
     assert torch.equal(b.hs.retrieve_hidden_states(ids, 1, dtype=None), -wide[:, :WIDTH])
 
@@ -954,24 +972,19 @@ def test_a_forked_child_finds_nothing(bench: MakeBench) -> None:
     b.add_kv(ids)
     b.hs.store_hidden_states(ids, rows_of(ids))
     assert b.hs.retrieve_hidden_states(ids) is not None  # Threads are there.
-    with b.hs._attached[0].lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, from 3.12 on
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(20)
-            found = (
-                b.hs.store_hidden_states(ids, rows_of(ids)),
-                b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True),
-                b.hs.coverage(ids),
-                b.hs.num_cached_chunks,
-                *map(len, (b.hs.stats(), b.hs.take_counts())),
-            )
-            code = any(found) or b.hs.retrieve_hidden_states(ids) is not None or not b.hs.flush()
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def finds_nothing() -> bool:
+        found = (
+            b.hs.store_hidden_states(ids, rows_of(ids)),
+            b.hs.store_hidden_states(ids, rows_of(ids), non_blocking=True),
+            b.hs.coverage(ids),
+            b.hs.num_cached_chunks,
+            *map(len, (b.hs.stats(), b.hs.take_counts())),
+        )
+        return not any(found) and b.hs.retrieve_hidden_states(ids) is None and b.hs.flush()
+
+    with b.hs._attached[0].lock:
+        assert holds_in_a_child(finds_nothing)
     assert b.hs.coverage(ids) == 4 * CHUNK
 
 
